@@ -17,14 +17,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.sharing.cluster import this_machine
+import psutil
+
+from benchmarks.sharing.cluster import Cluster, this_machine
 from benchmarks.sharing.measure import measure_shared
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, figure, kept_rows, text_table
 from hvd_elastic.policy.schedule.policies import POLICIES
 
 _BENCHMARK = "jobs"
-PARTS = ("history", "start", "moves", "shared")
+PARTS = ("history", "start", "moves", "turns", "shared")
 _DEADLINE_S = 180.0
 _HISTORY = 10_000
 _CANCELLED = 1_000
@@ -116,13 +118,84 @@ def measure_moves(rounds: int, say: Say) -> list[dict[str, Any]]:
     ]
 
 
+def measure_turns(rounds: int, say: Say) -> list[dict[str, Any]]:
+    """Times after a decision that moves one slot between two warm jobs, back and forth."""
+    after: dict[str, list[float]] = {}
+    with this_machine(3) as cluster:
+        train = (sys.executable, cluster.script, "--epochs", "10000")
+        runs = {name: cluster.submit("--name", name, "--", *train) for name in ("one", "two")}
+        for number in range(2 * rounds + 2):
+            gains, gives = ("one", "two") if number % 2 else ("two", "one")
+            cluster.call("priority", gives, "--to", "1")
+            cluster.call("priority", gains, "--to", "16")
+            deadline = time.monotonic() + _DEADLINE_S
+            while [e["size"] for e in cluster.events(runs[gains], "rescale_finished")][-1:] != [2]:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"job {gains} did not get a second slot")
+                time.sleep(0.1)
+            _wait_for_templates(cluster)
+            if number < 2:  # from now on both were measured on two slots
+                continue
+            for what, took_s in _turn(cluster, runs[gains], runs[gives]).items():
+                after.setdefault(what, []).append(took_s)
+            say(f"decision to the first step: {after['the other takes its first step'][-1]:.2f} s")
+    return [{"what": f"decision until {what}", "time": figure(s)} for what, s in after.items()]
+
+
+def _wait_for_templates(cluster: Cluster) -> None:
+    """Wait until the templates of both jobs have imported what they import."""
+    before: list[float] = []
+    deadline = time.monotonic() + _DEADLINE_S
+    while True:
+        spent = [
+            process.info["cpu_times"].user
+            for process in psutil.process_iter(["name", "cpu_times", "environ"])
+            if process.info["name"] == "hvd-template"
+            and (process.info["environ"] or {}).get("HVD_ELASTIC_HOME") == str(cluster.home)
+        ]
+        if len(spent) == len(before) == 2 and spent == before:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{len(spent)} of 2 templates are there, or they still import")
+        before = spent
+        time.sleep(3.0)
+
+
+def _turn(cluster: Cluster, gains: str, gives: str) -> dict[str, float]:
+    """Return the time from the decision that moves a slot to what follows [s]."""
+    begun = cluster.events(gives, "rescale_started")[-1]["t"]
+    decided = max(
+        each["t"]
+        for each in cluster.queue_events()
+        if each["kind"] == "jobs_decided" and each["t"] <= begun
+    )
+
+    def since(run_id: str, kind: str) -> float:
+        return float(cluster.events(run_id, kind)[-1]["t"] - decided)
+
+    return {
+        "one rank of the job that gives is asked to leave": since(gives, "rescale_started"),
+        "that job trains on": since(gives, "rescale_finished"),
+        "the rank has ended": since(gives, "worker_left"),
+        "a worker of the other is started": since(gains, "worker_started"),
+        "it is ready": since(gains, "worker_standby"),
+        "the other's rescale is announced": since(gains, "rescale_started"),
+        "the other takes its first step": since(gains, "rescale_finished"),
+    }
+
+
 def measure(options: argparse.Namespace, say: Say) -> Result:
     """Measure the parts that were asked for; rows of others are kept in the file of ``--out``."""
     check_names("--parts", options.parts, PARTS)
     check_names("--policies", options.policies, POLICIES)
     kept = kept_rows(options.out, _BENCHMARK, ("times", "shared"))
     load_before = os.getloadavg()
-    measures = {"history": measure_history, "start": measure_start, "moves": measure_moves}
+    measures = {
+        "history": measure_history,
+        "start": measure_start,
+        "moves": measure_moves,
+        "turns": measure_turns,
+    }
     rows = [
         {"part": part, **row}
         for part in options.parts

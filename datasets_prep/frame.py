@@ -34,7 +34,7 @@ from datasets_prep.resuming import (
     whole_of,
 )
 from hvd_elastic.data.example import as_bytes, readable
-from hvd_elastic.data.files import file_size, sha256_of, sole_writer, write_whole
+from hvd_elastic.data.files import file_size, sha256_of, sole_writer
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
@@ -49,6 +49,7 @@ from hvd_elastic.data.processes import in_processes
 from hvd_elastic.data.writer import ShardWriter
 from hvd_elastic.errors import DataError
 from hvd_elastic.model.sharding import epoch_order
+from hvd_elastic.replaced_files import write_whole
 
 _STEM = 48  # most characters of a source's name in a key
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -266,7 +267,8 @@ def prepare(
             why = f"; the first: {skipped[0]}" if skipped else ": the data are too short for one"
             raise DataError(f"none of {len(sources)} sources gave an example{why}")
         if skipped:
-            write_whole(folder / SKIPPED, as_bytes("".join(f"{line}\n" for line in skipped)))
+            text = as_bytes("".join(f"{line}\n" for line in skipped))
+            write_whole(folder / SKIPPED, text, synced=True)
         if counts:
             made_from[COUNTS] = dict(counts)
         index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)

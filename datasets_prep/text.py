@@ -35,8 +35,8 @@ from datasets_prep.common import whole_number
 from datasets_prep.documents import LINES, TEXTS, Document, Pieces
 from datasets_prep.frame import Converted
 from datasets_prep.packed import PACKED
-from hvd_elastic.data.files import write_whole
 from hvd_elastic.errors import DataError
+from hvd_elastic.replaced_files import write_whole
 
 PIECE_BYTES, MOST_PIECE_BYTES = 1 << 20, 64 << 20
 PIECE_LENGTHS = 1 << 10
@@ -176,7 +176,7 @@ def train_tokenizer(pieces: Pieces, vocabulary: int, path: Path) -> None:
         _texts(pieces), vocabulary, show_progress=False, special_tokens=[SEPARATORS[0]]
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, made.to_str().encode())
+    write_whole(path, made.to_str(), synced=True)
 
 
 def _texts(pieces: Pieces) -> Iterator[str]:

@@ -140,6 +140,34 @@ class HostSample(RunEvent, tag="host_sample"):
     rank_wait: float | None
 
 
+class Fault(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
+    """A fault of the hardware of a host.
+
+    Attributes:
+        what: what is faulty and how, in the same words for as long as it is.
+        text: the same with its figures and what to do about it.
+        number: how often it was seen.
+        is_broken: whether training cannot rely on the host any more; else it is likely to break.
+    """
+
+    what: str
+    text: str
+    number: int = 1
+    is_broken: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is one of a GPU."""
+        return self.what.startswith("GPU ")
+
+
+class HostFaults(RunEvent, tag="host_faults"):
+    """The faults of the hardware of a host as they are known now, when that has changed."""
+
+    host: str
+    faults: list[Fault]
+
+
 class AgentStarted(RunEvent, tag="agent_started"):
     """The agent of a host has started."""
 
@@ -476,6 +504,7 @@ Event = (
     | LeaderCutOff
     | HostsChanged
     | HostSample
+    | HostFaults
     | AgentStarted
     | HostLost
     | HostDraining

@@ -27,6 +27,10 @@ elif sys.base_prefix != "/usr":  # there the package manager brings what is miss
 
 # Ends with an error, and the command that gets a Python that fits.
 refuse() {
+    if [ "$(getconf LONG_BIT 2>/dev/null)" = 32 ]; then
+        echo "error: $1; all programs of this system are of 32 bits: use a machine, or a container, of 64 bits" >&2
+        exit 1
+    fi
     names=$(seq -f "python3.%g" "$newest" -1 "$oldest")
     for other in $names /usr/bin/python3; do
         if command -v "$other" >/dev/null 2>&1 && [ -z "$(fault "$other")" ]; then

@@ -40,6 +40,7 @@ from hvd_elastic.agent.failover import (
     listen_for_successors,
     write_last_checkpoint,
 )
+from hvd_elastic.agent.hardware import HardwareWatch
 from hvd_elastic.agent.host_sampler import HostSampler
 from hvd_elastic.agent.leader_link import LeaderLink, UnacknowledgedLog
 from hvd_elastic.agent.preemption.clouds import CloudWatch
@@ -192,9 +193,12 @@ class Agent:
             case msg.CallOff(generation=generation):
                 self._call_off(generation)
             case msg.Tell(worker=name, message=instruction):
-                if isinstance(instruction, msg.Leave):
+                worker, leaves = workers.get(name), isinstance(instruction, msg.Leave)
+                if leaves:
                     self._log.told_to_leave(name)
-                if worker := workers.get(name):
+                if leaves and worker and not worker.is_ready:
+                    workers.kill(name)  # it would leave only after its imports
+                elif worker:
                     worker.send(instruction)
             case msg.Kill(worker=name, reason=reason):
                 self._log.killed(name, reason)
@@ -486,6 +490,10 @@ class Agent:
                 lambda sample: self._link.send(msg.HostSampled(sample=sample)),
             )
         )
+        hardware = HardwareWatch(
+            lambda faults: self._link.send(msg.HardwareJudged(faults)), self._warn
+        )
+        self._start_task(hardware.watch())
         for message in self._spool.take_untold():
             self._tell(message)
         if hello.preemption_command:

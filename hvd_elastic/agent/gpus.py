@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Mapping
 from itertools import takewhile
 
+from hvd_elastic.programs.nvml import LIBRARY, Nvml
 from hvd_elastic.run_events import GpuSample
 
-_LIBRARY = "libnvidia-ml.so.1"
-_MOST = 16
 _NONE = ("", "-1")
 """Words of CUDA_VISIBLE_DEVICES that name no GPU; CUDA does not read on behind one."""
 
@@ -30,39 +28,27 @@ class _Memory(ctypes.Structure):
 class Gpus:
     """The GPUs of this host; there are none without a driver that works."""
 
-    def __init__(self, library: str = _LIBRARY) -> None:
-        self._handles: list[ctypes.c_void_p] = []
-        with contextlib.suppress(OSError, AttributeError):
-            self._nvml = ctypes.CDLL(library)
-            self._open()
-
-    def _open(self) -> None:
-        count = ctypes.c_uint()
-        if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return
-        for index in range(min(count.value, _MOST)):
-            handle = ctypes.c_void_p()
-            if not self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
-                self._handles.append(handle)
+    def __init__(self, library: str = LIBRARY) -> None:
+        self._nvml = Nvml(library)
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._nvml.handles)
 
     def sample_use(self) -> list[GpuSample]:
         """Return the use of each GPU that answers."""
         found = []
-        for handle in self._handles:
+        for handle in self._nvml.handles:
             use, memory = _Utilization(), _Memory()
-            if self._nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)):
+            if self._nvml.ask("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(use)):
                 continue
-            if self._nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+            if self._nvml.ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)):
                 continue
             used = memory.used / max(1, memory.total)
             found.append(GpuSample(use.gpu / 100, round(used, 3), memory.total))
         return found
 
 
-def usable_gpus(environment: Mapping[str, str], library: str = _LIBRARY) -> int:
+def usable_gpus(environment: Mapping[str, str], library: str = LIBRARY) -> int:
     """Return how many GPUs of this host a program may use: all, or CUDA_VISIBLE_DEVICES' if fewer.
 
     Parts of a GPU (MIG) count as CUDA_VISIBLE_DEVICES names them, since one process uses one.

@@ -46,6 +46,7 @@ SECTIONS = {
         "hold": ("jobs.queue:hold", "Hold jobs back until they are released."),
         "release": ("jobs.queue:release", "Let jobs go on that are held back."),
         "priority": ("jobs.queue:priority", "Change the priority of jobs."),
+        "search": ("jobs.search:search", "Try hyperparameters, each trial a job of the queue."),
         "limits": ("jobs.limits:limits", "Show what each user has, and may have at a time."),
     },
     "Monitoring and results": {

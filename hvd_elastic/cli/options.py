@@ -139,10 +139,14 @@ def as_command(name: str, target: Any, **settings: Any) -> Any:
     return made
 
 
-def group_of(text: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+def group_of(
+    text: str,
+    commands: Mapping[str, Callable[..., None]],
+    cls: type[typer.core.TyperGroup] = typer.core.TyperGroup,
+) -> typer.Typer:
     """Return a group of commands by name, with a text for its help."""
     group = typer.Typer(
-        help=text, no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
+        help=text, no_args_is_help=True, add_completion=False, rich_markup_mode="rich", cls=cls
     )
     for name, function in commands.items():
         group.command(name, cls=getattr(function, "cls", None))(function)

@@ -1,17 +1,20 @@
 """Cluster tools for fabfiles and Python programs; the tools are in ``hvd_elastic.tools``.
 
-Their modules can be imported from here too: ``from hvd_elastic.cluster.kill import kill_run``.
+Their modules have names here too: ``from hvd_elastic.cluster.kill import kill_run``.
 """
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
-
-from hvd_elastic import tools
 
 if TYPE_CHECKING:
     from hvd_elastic.tools.host_group import HostConnection, HostGroup
 
 __all__ = ["HostConnection", "HostGroup"]
-__path__ = [*__path__, *tools.__path__]
+
+for _name in ("check", "check.health", "copy", "copy.copying", "kill", "run", "run.commands"):
+    # The same modules, not second copies, whose classes would be others.
+    sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"hvd_elastic.tools.{_name}")
 
 
 def __getattr__(name: str) -> Any:

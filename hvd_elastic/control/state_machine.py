@@ -432,7 +432,7 @@ class RunMachine:
             else:
                 self._gone(worker, Departure.DIED, what, now)
         elif worker.leaving:
-            if code == 0:
+            if code == 0 or (worker.stage is Stage.STARTING and not worker.killed):
                 self._gone(worker, Departure.LEFT, "left", now)
             elif worker.killed:
                 self._gone(worker, Departure.KILLED, worker.killed, now, blame=worker.killed)

@@ -33,10 +33,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hvd_elastic.data.files import open_part, write_whole
+from hvd_elastic.checkpoint.whole_files import remove_leftovers
+from hvd_elastic.data.files import open_part
 from hvd_elastic.data.index import Index, Shard, load_table, table_path
 from hvd_elastic.data.remote import RemoteFolder, refuse_web_page
 from hvd_elastic.errors import DataError
+from hvd_elastic.replaced_files import write_whole
 
 _CONNECTIONS = 4
 """Shards that a rank fetches ahead at the same time: one connection seldom fills a fast link. As
@@ -75,6 +77,7 @@ class ShardCache:
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _LOCK).touch()
+        remove_leftovers(folder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_coming": deque()}
@@ -186,7 +189,7 @@ class ShardCache:
             except OSError as error:
                 raise DataError(f"{folder / name} cannot be read: {error.strerror}") from error
         # As a new file: another process may have mapped the old one.
-        write_whole(table_path(path), table)
+        write_whole(table_path(path), table, synced=True)
         try:
             load_table(path, len(self._index.columns(shard)), shard.examples)
         except DataError:
@@ -239,7 +242,7 @@ class ShardCache:
         found = []
         for entry in os.scandir(self._folder):
             named = _OWN.fullmatch(entry.name)
-            if named and not entry.name.endswith((".npy", ".npy.part", _LOCK)):
+            if named and not entry.name.endswith((".npy", _LOCK)):
                 with contextlib.suppress(FileNotFoundError):
                     now = entry.stat()
                     found.append((now.st_mtime_ns, now.st_size, Path(entry.path), named["part"]))

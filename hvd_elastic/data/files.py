@@ -67,20 +67,6 @@ def open_part(path: Path) -> BinaryIO:
     return part.open("xb")
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears when it is whole."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open_part(path) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:  # the disk is full
-        part.unlink(missing_ok=True)
-        raise
-    part.replace(path)
-
-
 @contextlib.contextmanager
 def sole_writer(out: Path, *, waits: bool = False) -> Iterator[None]:
     """Let one call at a time write to the folder; ``waits``: the next one waits for its turn."""

@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 
 from hvd_elastic.data.example import Example, as_bytes
-from hvd_elastic.data.files import file_size, write_whole
+from hvd_elastic.data.files import file_size
 from hvd_elastic.data.remote import WEB_PAGE
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
+from hvd_elastic.replaced_files import write_whole
 
 INDEX, VERSION = "index.json", 2
 """Raised whenever shards of other programs are read otherwise than before."""
@@ -148,9 +149,8 @@ class Index(msgspec.Struct, frozen=True):
 
     def save(self, folder: Path) -> None:
         """Write it to a folder; a reader sees the old index or this one."""
-        write_whole(
-            folder / INDEX, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-        )
+        data = msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+        write_whole(folder / INDEX, data, synced=True)
 
 
 def load_index(folder: Path, *, outdated: bool = False) -> Index:
@@ -334,7 +334,7 @@ def save_table(shard: Path, table: np.ndarray) -> None:
     out = BytesIO()
     np.save(out, table, allow_pickle=False)
     table_path(shard).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(table_path(shard), out.getvalue())
+    write_whole(table_path(shard), out.getvalue(), synced=True)
 
 
 def require_size(path: Path, shard: Shard, tables: Path | None = None) -> None:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hvd_elastic.checkpoint.whole_files import remove_leftovers
 from hvd_elastic.data.example import readable
-from hvd_elastic.data.files import compression, sha256_of, sole_writer, write_whole
+from hvd_elastic.data.files import compression, sha256_of, sole_writer
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
@@ -43,6 +44,7 @@ from hvd_elastic.data.shard import read_all
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import FROM_0, LABEL
 from hvd_elastic.errors import DataError
+from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.urls import is_url
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,9 @@ def build_index(
     with sole_writer(out):
         for path in out.glob(f"{FETCHED}*"):  # of a call that was killed
             shutil.rmtree(path, ignore_errors=True)
+        for folder in {out, *((out / name).parent for name in names)}:
+            if folder.is_dir():
+                remove_leftovers(folder)
         before = _earlier(out, layout, source, again=again)
         tasks = [Task(source, name, layout, out) for name in names]
         found = _find_all(tasks, before, processes)
@@ -316,7 +321,7 @@ def _find_all(tasks: Sequence[Task], before: _Earlier, processes: int) -> list[F
         }
     out, encode = tasks[0].out, msgspec.json.encode
     lines = [encode(each) + b"\n" for each in (before.head, *before.noted.values())]
-    write_whole(out / _JOURNAL, b"".join(lines))
+    write_whole(out / _JOURNAL, b"".join(lines), synced=True)
     with (out / _JOURNAL).open("ab", buffering=0) as journal:
 
         def index_all(changed: Sequence[Task]) -> None:

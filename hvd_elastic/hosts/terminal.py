@@ -6,7 +6,7 @@ import contextlib
 import os
 import pwd
 import select
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     import paramiko
 
 
+_TELL_STATUS = 'trap : INT QUIT; "${SHELL:-/bin/sh}" -c "$0"; exit $?'
+"""Shell text that runs its argument, and tells by its status by which signal that ended."""
+
+
 def run_in_terminal(host: Host, command: str, options: SshOptions) -> int:
-    """Run a command with this terminal; return its exit status, 255 if the connection is lost.
+    """Run a command with this terminal; return its exit status.
+
+    It is 128 + N after signal N, and 255 if the connection is lost.
 
     Args:
         command: shell text; it is run in the home folder.
@@ -39,43 +45,64 @@ def run_in_terminal(host: Host, command: str, options: SshOptions) -> int:
     if is_local(host, options):
         account = pwd.getpwuid(os.getuid())
         home = account.pw_dir if os.path.isdir(account.pw_dir) else "/"  # noqa: PTH112
-        return subprocess.call([command_shell(account), "-c", command], cwd=home)
+        with _keys_are_its_own():
+            status = subprocess.call([command_shell(account), "-c", command], cwd=home)
+        return status if status >= 0 else 128 - status
     from paramiko import SSHException
 
     with contextlib.closing(SshConnection(host, options)) as connection:
         try:
             channel = connection.client.get_transport().open_session()
-            channel.get_pty(os.environ.get("TERM", "vt100"), *shutil.get_terminal_size())
-            channel.exec_command(command)
+            channel.get_pty(os.environ.get("TERM", "vt100"), *os.get_terminal_size(0))
+            channel.exec_command(shlex.join(["/bin/sh", "-c", _TELL_STATUS, command]))
         except (SSHException, OSError, EOFError) as error:
             raise SshError(f"host {host.name}: it gives no terminal: {error}") from error
-        with _raw_terminal(channel):
-            _pass_on(channel)
-        status: int = channel.recv_exit_status()
+        with _raw_terminal() as resized:
+            _pass_on(channel, resized)
+        status = int(channel.recv_exit_status())
         return status if status >= 0 else 255
 
 
 @contextlib.contextmanager
-def _raw_terminal(channel: paramiko.Channel) -> Iterator[None]:
-    """Have the terminal pass all keys on, and the host know its size, until the block ends."""
+def _keys_are_its_own() -> Iterator[None]:
+    r"""Have Ctrl-C and Ctrl-\ end the command of this terminal alone, until the block ends."""
+    numbers = (signal.SIGINT, signal.SIGQUIT)
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
-    def resize(_number: int, _frame: Any) -> None:
-        with contextlib.suppress(Exception):  # it has ended
-            channel.resize_pty(*shutil.get_terminal_size())
+
+@contextlib.contextmanager
+def _raw_terminal() -> Iterator[int]:
+    """Have the terminal pass all keys on, until the block ends.
+
+    Yields:
+        A descriptor that can be read when the terminal has changed its size.
+    """
+    resized, tells = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def note(_number: int, _frame: Any) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(tells, b"x")
 
     kept = termios.tcgetattr(0)
-    before = signal.signal(signal.SIGWINCH, resize)
+    before = signal.signal(signal.SIGWINCH, note)
     try:
         tty.setraw(0, termios.TCSADRAIN)  # keys pressed before are kept
-        yield
+        yield resized
     finally:
         signal.signal(signal.SIGWINCH, before)
         termios.tcsetattr(0, termios.TCSADRAIN, kept)
+        os.close(resized)
+        os.close(tells)
 
 
-def _pass_on(channel: paramiko.Channel) -> None:
-    """Pass keys to the host and its output here, until the command has ended."""
-    waits_for: list[Any] = [channel, 0]
+def _pass_on(channel: paramiko.Channel, resized: int) -> None:
+    """Pass keys to the host, its output here, and the size of the terminal, until the end."""
+    waits_for: list[Any] = [channel, 0, resized]
     while True:
         ready, _, _ = select.select(waits_for, [], [])
         if channel in ready:
@@ -84,10 +111,14 @@ def _pass_on(channel: paramiko.Channel) -> None:
                 return
             while data:
                 data = data[os.write(1, data) :]
+        if resized in ready:
+            os.read(resized, 4096)
+            with contextlib.suppress(Exception):  # it has ended
+                channel.resize_pty(*os.get_terminal_size(0))
         if 0 in ready:
             keys = os.read(0, 4096)
             if keys:
                 with contextlib.suppress(OSError):  # it has ended
                     channel.sendall(keys)
             else:
-                waits_for = [channel]
+                waits_for.remove(0)

@@ -19,18 +19,21 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count, one_line
+from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
     Down,
     Job,
+    JobKind,
     JobStatus,
     StopReason,
 )
 from hvd_elastic.jobs.keeper import BeginLeader
 from hvd_elastic.jobs.limits import LimitsFile, within_limits
 from hvd_elastic.jobs.notify import ClusterRecord
-from hvd_elastic.jobs.operator_state import OperatorState
+from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, eta_moved
@@ -86,6 +89,9 @@ class Daemon:
         policy: decides which job has how many slots.
         operators: ids of users who may change the jobs of others.
         notify: shell command that is told of events; empty: none.
+        drains: faults of its hardware that drain a host: ``failed``, ``warning`` (those that tell
+            that it may break as well), or none if empty.
+        notify_held_s: how long a job is held until that is an event [s]; None: as the job says.
 
     Raises:
         HostfileError: the hostfile cannot be used.
@@ -102,20 +108,24 @@ class Daemon:
         policy: Policy = decide,
         operators: Collection[int] = (),
         notify: str = "",
+        drains: str = "",
+        notify_held_s: float | None = None,
     ) -> None:
         self._policy = policy
+        self._drains = drains
         self._record = record = ClusterRecord(place, notify)
         self._hosts = ClusterHosts(hostfile, record.warn)
         self._operator_state = OperatorState(place.operator_state)
         self._store = JobStore.create(place.database)
-        self._queue = JobQueue(self._store, record.emit)
+        self._queue = JobQueue(self._store, record.emit, self._tell_user, notify_held_s)
         self._health = HostHealth(hostfile, ssh_config)
+        self._gpus = HostGpus(hostfile, ssh_config)
         self._limits = LimitsFile(place.limits, record.warn)
         self._requests = QueueRequests(
             place,
             operators,
             (self._queue, self._store),
-            (self._hosts, self._health, self._operator_state),
+            (self._hosts, self._health, self._operator_state, self._gpus),
             record.emit,
             host_rows=self._host_rows,
             has_keeper=self._has_keeper,
@@ -162,6 +172,7 @@ class Daemon:
         self._runs.close()
         self._server.close()
         self._health.close()
+        self._gpus.close()
         self._record.close()
         self._store.close()
 
@@ -200,10 +211,11 @@ class Daemon:
         """Do what is due; return how long to wait until the next look [s]."""
         self._runs.send_rest()
         self._queue.changed |= self._limits.changed() | self._runs.take_moved()
-        self._queue.changed |= self._operator_state.changed(time.time())
+        self._queue.changed |= self._operator_state.changed(time.time()) | self._gpus.changed()
         if self._hosts.changed():
             self._record.hosts(self._hosts.listed)
             self._health.forget_others(self._hosts.listed)
+            self._gpus.ask_again(self._gpus.memory_gb.keys() - self._hosts.listed.keys())
             self._queue.changed = True
         self._record.work()
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
@@ -216,7 +228,9 @@ class Daemon:
             self._look_at_run(job)
         self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
-        self._record.lost(self._health.lost, self._hosts.listed)
+        self._drain_unhealthy_hosts(now)
+        for host in self._record.lost(self._health.lost, self._hosts.listed):
+            self._queue.tell_lost(host, self._health.lost[host])
         if self._queue.changed or now >= self._decide_at:
             self._queue.changed = False
             self._decide_at = now + _DECIDE_S
@@ -244,6 +258,7 @@ class Daemon:
             return
         self._queue.changed |= moved | (self._runs.occupied(job) != occupied)
         self._note_lost(job, progress)
+        self._note_faults(job, progress)
         if progress.trained_at is not None:
             for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
@@ -275,8 +290,12 @@ class Daemon:
                 self._orphans.pop(job.number, None)
             elif now - since > job.request.spec.get("leader_grace_s", 0.0) + _ORPHAN_S:
                 del self._orphans[job.number]
+                why = "its keeper and its leader are gone"
+                if job.stop in (StopReason.CANCEL, StopReason.TIME_LIMIT):
+                    self._run_ended(job, "stopped", why)
+                    continue
                 self._wanted.pop(job.number, None)
-                self._queue.put_back(job, "its keeper and its leader are gone")
+                self._queue.put_back(job, why)
                 self._runs.release(job, ended=True)
 
     def _note_lost(self, job: Job, progress: RunProgress) -> None:
@@ -292,6 +311,38 @@ class Daemon:
                 cause = one_line(cause)
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
                 self._queue.changed = True
+
+    def _note_faults(self, job: Job, progress: RunProgress) -> None:
+        """Tell of the faults of hosts of which a run has told."""
+        for told in progress.hosts.take_faults():
+            is_foreign = job.request.user is not None and told.host not in job.held
+            if is_foreign or told.host not in self._hosts.listed:
+                continue
+            if self._health.faults_told(told):
+                texts = [fault.text for fault in self._health.faults[told.host].faults]
+                self._record.emit("host_unhealthy", {"host": told.host, "faults": texts})
+
+    def _drain_unhealthy_hosts(self, now: float) -> None:
+        """Drain hosts whose hardware has faults, if that is asked for, but not the last one."""
+        state = self._operator_state
+        for host, told in self._health.faults.items() if self._drains else ():
+            if host in state.closed:
+                continue
+            faults = [
+                fault.text
+                for fault in state.new_faults(host, told.faults, told.t)
+                if fault.is_broken or self._drains == "warning"
+            ]
+            if not faults:
+                continue
+            if self._hosts.listed.keys() <= {host, *state.closed, *self._health.lost}:
+                self._record.warn(f"host {host} is not drained, since it is the last: {faults[0]}")
+                continue
+            drained = Drained("; ".join(faults), HEALTH, now)
+            state.drain(host, drained)
+            fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
+            self._record.emit("host_drained", {"host": host, **fields})
+            self._queue.changed |= state.changed(now)
 
     def _suspect_silent_hosts(self, now: float) -> None:
         """Have the hosts tried that a run does not hear from, while other runs hear from theirs.
@@ -330,7 +381,13 @@ class Daemon:
                 hosts &= self._health.suspects
             self._silent |= dict.fromkeys(hosts, cause)
 
-    def _host_changed(self, _host: str) -> None:
+    def _tell_user(
+        self, job: Job, kind: str, fields: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> None:
+        self._runs.tell_user(job, self._record.event(kind, fields), environment)
+
+    def _host_changed(self, host: str) -> None:
+        self._gpus.ask_again([host])
         self._queue.changed = True
 
     def _run_ended(self, job: Job, status: str, message: str) -> None:
@@ -376,7 +433,10 @@ class Daemon:
         If no other host is left for the job, it fails with what is wrong.
         """
         progress, lost = self._runs.progress(job), self._health.lost
-        usable = sum(self._usable_slots().values())
+        allowed = self._allowed(job.request.wish)
+        usable = sum(
+            n for host, n in self._usable_slots().items() if allowed is None or host in allowed
+        )
         if progress.trained_at is not None or usable < job.request.min_np:
             return ""
         causes = (cause for host, cause in progress.hosts.unfit.items() if host in lost)
@@ -417,12 +477,11 @@ class Daemon:
             if job.number in held_back:  # slots that it was to have before
                 self._wanted.pop(job.number, None)
         running = self._queue.with_status(JobStatus.RUNNING)
-        candidates = [
-            Candidate(job, progress.measured, self._runs.occupied(job), progress.hosts.unheard)
-            if (progress := self._runs.progress(job) if job.attempts else None)
-            else Candidate(job)
-            for job in [*(job for job in running if not self._is_bound(job)), *ready]
-        ]
+        if any(job.request.wish.gpu_memory_gb is not None for job in [*running, *ready]):
+            self._gpus.ask(self._hosts.listed.keys() - self._health.lost.keys())
+        jobs = [*(job for job in running if not self._is_bound(job)), *ready]
+        hosts_of = {wish: self._allowed(wish) for wish in {job.request.wish for job in jobs}}
+        candidates = [self._candidate(job, hosts_of[job.request.wish]) for job in jobs]
         bound = [use for use in self._uses() if self._is_bound(use.job)]
         hosts = [
             HostSlots(name, slots - sum(use.taken(name) for use in bound))
@@ -433,6 +492,18 @@ class Daemon:
         plan = plan_slots(allowed, usable, now, self._policy)
         self._adopt(plan, [each.job for each in candidates if each.job.number not in held])
         self._hold_to_limits(held)
+
+    def _candidate(self, job: Job, allowed: frozenset[str] | None) -> Candidate:
+        if not job.attempts:
+            return Candidate(job, hosts=allowed)
+        if allowed is not None and job.request.kind is JobKind.PLAIN:
+            allowed |= job.held.keys()  # where it cannot leave
+        progress = self._runs.progress(job)
+        occupied = self._runs.occupied(job)
+        return Candidate(job, progress.measured, occupied, progress.hosts.unheard, allowed)
+
+    def _allowed(self, wish: HostWish) -> frozenset[str] | None:
+        return wish.allowed(self._hosts.known, self._gpus.memory_gb)
 
     def _hold_to_limits(self, held: Mapping[int, str]) -> None:
         """Have jobs wait whose users may have no more, and say so."""
@@ -500,7 +571,8 @@ class Daemon:
 
     def _host_rows(self) -> list[dict[str, Any]]:
         drained = self._operator_state.drained
-        return self._hosts.rows(self._uses(), self._health.lost, self._silent, drained)
+        health = self._health
+        return self._hosts.rows(self._uses(), health.lost, self._silent, drained, health.faults)
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""

@@ -7,26 +7,29 @@ of runs.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import subprocess
 import sys
-import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+
+from msgspec.structs import replace
 
 from hvd_elastic import __version__
 from hvd_elastic.control.backoff import HOST_PAUSES_S, Retry, backoff
+from hvd_elastic.formatting import one_line
 from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
-from hvd_elastic.json_text import parse_json
+from hvd_elastic.jobs.asked_hosts import AskedHosts
+from hvd_elastic.run_events import Fault, HostFaults
 
 _LOST_AGAIN_S = (10.0, 30.0, 60.0, 120.0)
 """Time to the first try of a host that came back 1, 2, … times, and no job trained there [s]."""
-_LOGIN_S = 10.0
-"""How long a try may take [s]."""
+_MOST_FAULTS = 20
+"""Faults of a host that are kept; the events may be those of a user who means no good."""
+_MOST_TIMES = 1 << 40
+"""How often a fault is seen at most, as far as is kept."""
 _IMPORT = (
     f"{FROM_NO_WORKING_FOLDER}import hvd_elastic, hvd_elastic.agent.agent; "
     f"sys.exit((*sys.version_info[:2], hvd_elastic.__version__) != "
@@ -56,12 +59,14 @@ class HostHealth:
 
     def __init__(self, hostfile: Path, ssh_config: str | None) -> None:
         self._hostfile = hostfile
-        self._options = [] if ssh_config is None else ["--ssh-config", ssh_config]
+        self._ssh_config = ssh_config
         self._lost: dict[str, _Lost] = {}
+        self.faults: dict[str, HostFaults] = {}
+        """Faults of the hardware of hosts, as their runs have told last."""
         self._returns: Counter[str] = Counter()
         self._working_python = sys.executable
         """Interpreter with which a job has trained last."""
-        self._trial: tuple[subprocess.Popen[bytes], IO[bytes], list[str]] | None = None
+        self._trial: AskedHosts | None = None
 
     @property
     def lost(self) -> Mapping[str, str]:
@@ -89,9 +94,29 @@ class HostHealth:
         lost = self._lost[host] = _Lost(cause, python, is_suspicion)
         lost.retry.at = now + backoff(_LOST_AGAIN_S, 0 if is_suspicion else self._returns[host])
 
+    def faults_told(self, told: HostFaults) -> bool:
+        """Note the faults of a host of which a run has told; return whether there are others."""
+        clean = [
+            Fault(
+                one_line(fault.what, 60),
+                one_line(fault.text),
+                min(max(fault.number, 1), _MOST_TIMES),
+                is_broken=fault.is_broken,
+            )
+            for fault in told.faults[:_MOST_FAULTS]
+        ]
+        told = replace(told, t=min(told.t, time.time()), faults=clean)
+        before = self.faults.get(told.host)
+        if before is not None and before.t > told.t:
+            return False
+        self.faults[told.host] = told
+        known = set() if before is None else set(map(_rough, before.faults))
+        return known != set(map(_rough, clean))
+
     def forget_others(self, hosts: Container[str]) -> None:
         """Forget hosts that the hostfile has no more: a try of them would fail that of others."""
         self._lost = {host: lost for host, lost in self._lost.items() if host in hosts}
+        self.faults = {host: told for host, told in self.faults.items() if host in hosts}
 
     def is_judged(self, host: str) -> bool:
         """Return whether it is known if a host that was suspected is at fault."""
@@ -106,13 +131,10 @@ class HostHealth:
     def retry_lost_hosts(self, now: float, changed: Callable[[str], None]) -> None:
         """Try lost hosts when it is time; call ``changed`` with each that returns or is lost."""
         if self._trial is not None:
-            process, output, tried = self._trial
-            if process.poll() is None:
+            answers = self._trial.answers()
+            if answers is None:
                 return
-            self._trial = None
-            with output:
-                output.seek(0)
-                answers = _answering(output.read())
+            tried, self._trial = self._trial.hosts, None
             for host in tried:
                 lost = self._lost.get(host)
                 if lost is None:
@@ -134,36 +156,15 @@ class HostHealth:
     def close(self) -> None:
         """End a try that goes on."""
         if self._trial is not None:
-            process, output, _ = self._trial
-            process.kill()
-            process.wait()
-            output.close()
+            self._trial.close()
 
     def _try(self, hosts: list[str]) -> None:
-        output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the result)
-        limit = f"{_LOGIN_S:g}"
         named = (self._lost[host].python for host in hosts)
         pythons = dict.fromkeys([self._working_python, sys.executable, *named])
         tried = " || ".join(shlex.join([python, "-c", _IMPORT]) for python in pythons)
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "hvd_elastic.cli.app", "cluster", "run"),
-                *(str(self._hostfile), "--hosts", ",".join(hosts), "--no-stdin", "--json"),
-                *("--connect-timeout", limit, "--total-timeout", limit, *self._options, tried),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-        )
-        self._trial = process, output, hosts
+        self._trial = AskedHosts(self._hostfile, self._ssh_config, hosts, tried)
 
 
-def _answering(output: bytes) -> set[str]:
-    """Return the hosts on which the command succeeded."""
-    found = set()
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):
-            entry = parse_json(line)
-            if entry.get("kind") == "host" and entry.get("state") == "ok":
-                found.add(str(entry.get("host")))
-    return found
+def _rough(fault: Fault) -> tuple[str, int]:
+    """Return what a fault is, and a number that grows when it is seen twice as often."""
+    return fault.what, fault.number.bit_length()

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
+from hvd_elastic.jobs.job import JobStatus
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.jobs.rights import user_name
-from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.jobs.rights import ClusterEvents, open_queue, user_name
 from hvd_elastic.records.cluster import ClusterSummary, summarize_cluster
-from hvd_elastic.records.json_lines import iter_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 
@@ -80,16 +79,18 @@ def past_jobs(place: ClusterFolder, now: float, since: float = 0.0) -> list[Past
         since: that time [Unix s].
 
     Raises:
-        RunError: the events of the cluster cannot be read, or are another user's.
+        RunError: the events of the cluster cannot be read.
     """
-    place.check_own("the history")
-    store = JobStore.read_only(place.database) if place.database.exists() else None
+    owner = user_name(place.path.stat().st_uid)
     users = {}
-    if store is not None:
-        with contextlib.closing(store):
-            jobs = [*store.active(), *store.ended()]
-            users = {job.number: user_name(job.request.user) for job in jobs}
-    summary = summarize_cluster(iter_records(place.events), place.name)
+    if place.is_others or place.database.exists():
+        with contextlib.closing(open_queue(place)) as store:
+            active = (JobStatus.RUNNING, JobStatus.QUEUED)
+            jobs = [*store.ended(), *(job for each in active for job in store.with_status(each))]
+            for job in jobs:
+                uid = job.request.user
+                users[job.number] = owner if uid is None else user_name(uid)
+    summary = summarize_cluster(ClusterEvents(place), place.name)
     hosts: dict[str, Host] = {}
     with contextlib.suppress(HvdElasticError):  # else costs are not known
         hosts = {host.name: host for host in parse_hostfile(place.daemon().get("hostfile", ""))}

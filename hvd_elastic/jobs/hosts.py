@@ -13,14 +13,16 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
-from hvd_elastic.jobs.operator_state import Drained, OperatorState
+from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.rights import user_name
 from hvd_elastic.jobs.slot_plan import Slots
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import removed_host_words
+from hvd_elastic.run_events import HostFaults
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class ClusterHosts:
         lost: Mapping[str, str],
         silent: Mapping[str, str] | None = None,
         drained: Mapping[str, Drained] | None = None,
+        faults: Mapping[str, HostFaults] | None = None,
     ) -> list[dict[str, Any]]:
         """Return what there is to say of each host that has slots or is used.
 
@@ -108,6 +111,7 @@ class ClusterHosts:
             lost: hosts that cannot be used, with the cause.
             silent: hosts of which it is not known whether they are lost, with the cause.
             drained: hosts that are drained or will be.
+            faults: faults of the hardware of hosts.
         """
         drained, now = drained or {}, time.time()
         away = {host: ("silent", cause) for host, cause in (silent or {}).items()}
@@ -118,13 +122,18 @@ class ClusterHosts:
         rows = []
         for name in names:
             row = self._row(name, uses, away.get(name))
-            if (why := drained.get(name)) is not None:
+            told, why = (faults or {}).get(name), drained.get(name)
+            row["faults"] = [fault.text for fault in told.faults] if told is not None else []
+            words = [] if row["cause"] is None else [row["cause"]]
+            if row["faults"] and (why is None or why.by != HEALTH):  # else they are the reason
+                words.append(f"unhealthy: {'; '.join(row['faults'])}")
+            if why is not None:
                 begins = "drained" if why.at <= now else "will be drained"
-                also = f"; {row['cause']}" if row["cause"] else ""
-                row["cause"] = f"{begins}: {why.words(now)}{also}"
+                words.insert(0, f"{begins}: {why.words(now)}")
                 if why.at <= now:
                     used = row["jobs"] or row["occupied"]
                     row |= {"free": 0, "state": "leaving" if used else "drained"}
+            row["cause"] = "; ".join(words) or None
             rows.append(row)
         return rows
 
@@ -145,6 +154,7 @@ class ClusterHosts:
             "slots": slots,
             "state": state,
             "free": free,
+            "users": sorted({user_name(use.job.request.user) for use in here}),
             "jobs": {use.job.run_id: use.job.held[name] for use in here if use.job.held.get(name)},
             "occupied": {
                 use.job.run_id: use.occupied[name] for use in here if use.occupied.get(name)

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from hvd_elastic.jobs.host_wish import HostWish
+
 
 class JobStatus(str, enum.Enum):
     """State of a job."""
@@ -88,6 +90,12 @@ class JobRequest:
             has; None: the daemon has them.
         hold: who holds it back, so that it is not started; empty: nobody.
         time_limit_s: how long it may run, all its attempts together [s]; None: no limit.
+        wish: which hosts it may have.
+        notify: whether a command of its user is told of events; it is in the specification.
+        notify_held_s: how long it is held until that is told [s]; None: it is not.
+        held_at: since when it is held [Unix s]; None: since it was submitted.
+        private: whether other users, and a daemon of another user, are told no command.
+        token: if not empty, a second request of its user with this name and token adds no job.
     """
 
     name: str
@@ -106,6 +114,12 @@ class JobRequest:
     secret: str | None = None
     hold: str = ""
     time_limit_s: float | None = None
+    wish: HostWish = field(default_factory=HostWish)
+    notify: bool = False
+    notify_held_s: float | None = None
+    held_at: float | None = None
+    private: bool = False
+    token: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -266,6 +280,7 @@ class Answer(msgspec.Struct):
     Attributes:
         jobs: numbers of the jobs that were added or changed.
         needs_keeper: whether the user who asked has to start a keeper for them.
+        ask_again: whether the answer is not known yet, and nothing was done.
     """
 
     message: str
@@ -274,3 +289,4 @@ class Answer(msgspec.Struct):
     jobs: list[int] = []
     data: Any = None
     needs_keeper: bool = False
+    ask_again: bool = False

@@ -30,9 +30,11 @@ from hvd_elastic.jobs.keeper_link import (
     Link,
     News,
     StopRun,
+    Tell,
     ToKeeper,
     Trouble,
 )
+from hvd_elastic.jobs.notify import Notifier, NotifyCommand
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import READ_KINDS
 from hvd_elastic.jobs.secrets import JobSecrets
@@ -103,6 +105,8 @@ class Keeper:
         self._secrets = secrets
         self._runs: dict[str, _Run] = {}
         self._trouble = ""
+        self._warnings: list[FromKeeper] = []
+        self._notifier = Notifier(self._warn)
 
     def keep(self, place: ClusterFolder) -> None:
         """Serve a daemon of another user, and the next one when it is gone, until it says so."""
@@ -130,29 +134,50 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         while True:
-            is_busy = any(map(self._is_watched, self._runs.values()))
+            is_busy = self._notifier.is_busy or any(map(self._is_watched, self._runs.values()))
             select.select([link.fileno(), read_end], [], [], _LOOK_S if is_busy else None)
             with contextlib.suppress(BlockingIOError):
                 os.read(read_end, 4096)
             messages = link.receive()
             for message in messages or ():
                 if isinstance(message, Leave):
+                    self._notifier.close()
                     if self._secrets is not None:
                         self._secrets.forget_environments()
                     return True
                 self._handle(message)
             if messages is None:
+                self._notifier.close()
                 signal.set_wakeup_fd(-1)
                 os.close(read_end)
                 os.close(write_end)
                 return False
-            link.send(*self._news())
+            self._notifier.work()
+            link.send(*self._news(), *self._warnings)
+            self._warnings.clear()
 
-    def _handle(self, message: Follow | Lead | Grant | StopRun | Forget) -> None:
+    def _warn(self, message: str) -> None:
+        if not self._warnings:  # one at a time says it, and a flood of them would hurt the daemon
+            self._warnings.append(Trouble(message))
+
+    def _tell(self, message: Tell) -> None:
+        fields, environment = message.fields, message.environment
+        try:
+            if self._secrets is not None:
+                fields, environment = self._secrets.read(message.secret or "")
+        except RunError as error:
+            self._warn(f"--notify: {error}")
+            return
+        text, folder = fields.get("notify") or "", fields.get("cwd")
+        self._notifier.tell(NotifyCommand(text, environment or None, folder), message.event)
+
+    def _handle(self, message: Follow | Lead | Grant | StopRun | Forget | Tell) -> None:
         known = self._runs.get(message.run_id)
         if self._secrets is not None and not self._secrets.allows(message.run_id):
             return  # the daemon has no say about this user's other runs
         match message:
+            case Tell():
+                self._tell(message)
             case Follow(run_id, attempt, offset, hosts) | Lead(run_id, attempt, offset, hosts):
                 run = self._runs[run_id] = _new_run(run_id, attempt, offset, hosts)
                 if isinstance(message, Lead):

@@ -66,11 +66,24 @@ class Forget(msgspec.Struct, tag="forget"):
     run_id: str
 
 
+class Tell(msgspec.Struct, tag="tell"):
+    """Tell the user of an event of a job, by the command of its specification.
+
+    ``fields`` and ``environment`` are of the job, unless this user's file ``secret`` has them.
+    """
+
+    run_id: str
+    event: dict[str, Any]
+    fields: dict[str, Any]
+    environment: dict[str, str]
+    secret: str | None = None
+
+
 class Leave(msgspec.Struct, tag="leave"):
     """End, as the user has no job left."""
 
 
-ToKeeper = Follow | Lead | Grant | StopRun | Forget | Leave
+ToKeeper = Follow | Lead | Grant | StopRun | Forget | Tell | Leave
 
 
 class News(msgspec.Struct, tag="news"):
@@ -114,6 +127,9 @@ class Link(Generic[Message]):
         connection: it; what is sent without blocking waits here until the other end reads.
         union: types of the messages that come from the other end.
         sender: who sends them, for error messages.
+
+    Attributes:
+        received: bytes that have come so far.
     """
 
     def __init__(self, connection: socket.socket, union: Any, sender: str) -> None:
@@ -121,6 +137,7 @@ class Link(Generic[Message]):
         self._decoder: MessageDecoder[Message] = MessageDecoder(union, sender)
         self._lines = LineSplitter(sender)
         self._unsent = bytearray()
+        self.received = 0
 
     def fileno(self) -> int:
         """Return the descriptor of the connection."""
@@ -151,6 +168,7 @@ class Link(Generic[Message]):
                 data = b""
             if not data:
                 return found or None  # the next call tells that it is gone
+            self.received += len(data)
             found += map(self._decoder.decode, self._lines.feed(data))
         return found
 

@@ -26,6 +26,37 @@ _MOST_UNSENT = 64 << 20
 """Bytes that a keeper may leave unread."""
 _AGAIN_S = 1.0
 """Time until a keeper that has ended is replaced [s]."""
+_APART_S = 0.9
+"""Least time between two keepers of another user, each of which needs a decision [s]."""
+_BYTES_S, _MOST_BYTES = 2 << 20, 16 << 20
+"""Bytes per second that the daemon reads of another user's keeper, and at once after a silence: it
+has other work. What is more waits at the keeper."""
+_MOST_AT_ONCE = 64
+"""Connections that are taken or closed at once."""
+
+
+class _OtherKeeper:
+    """A keeper of another user.
+
+    Attributes:
+        is_read: whether it may say more now.
+    """
+
+    def __init__(self, connection: socket.socket, user: int) -> None:
+        self.link: Link[FromKeeper] = Link(
+            connection, FromKeeper, f"the keeper of {user_words(user)}"
+        )
+        self._at = time.monotonic()
+        self.is_read = True
+        self._left, self._counted = float(_MOST_BYTES), 0
+
+    def count(self) -> bool:
+        """Count what it has said; return whether it may say more now."""
+        now = time.monotonic()
+        said = self.link.received - self._counted
+        self._left = min(_MOST_BYTES, self._left + (now - self._at) * _BYTES_S) - said
+        self._at, self._counted = now, self.link.received
+        return self._left > 0
 
 
 class Keepers:
@@ -34,7 +65,7 @@ class Keepers:
     Args:
         begin_leader: starts a leader, in the keeper of the daemon's user.
         server: has ``read`` called when a keeper says something, comes or goes.
-        warn: called with what is wrong with a keeper.
+        warn: called with a user and what is wrong with the user's keeper.
     """
 
     def __init__(
@@ -43,11 +74,13 @@ class Keepers:
         begin_leader: BeginLeader,
         server: RequestServer,
         read: Callable[[], object],
-        warn: Callable[[str], None],
+        warn: Callable[[int, str], None],
     ) -> None:
         self._server, self._read, self._warn = server, read, warn
         self._own = OwnKeeper(begin_leader, server, read)
-        self._others: dict[int, Link[FromKeeper]] = {}
+        self._others: dict[int, _OtherKeeper] = {}
+        self._came_at: dict[int, float] = {}
+        """When the last keeper of each user came [s, monotonic]."""
         self._moved: list[int | None] = []
         self._group = place.group
         self._listener = None if self._group is None else listen_in(place, "keepers.sock")
@@ -67,15 +100,19 @@ class Keepers:
         """Send messages to the keeper of a user, if it is there."""
         if user is None:
             self._own.send(*messages)
-        elif (link := self._others.get(user)) is not None:
-            link.send(*messages)
-            if link.unsent > _MOST_UNSENT:
+        elif (other := self._others.get(user)) is not None:
+            other.link.send(*messages)
+            if other.link.unsent > _MOST_UNSENT:
                 self.drop(user, "takes nothing any more")
 
     def send_rest(self) -> None:
-        """Send what keepers could not take before."""
+        """Send what keepers could not take before, and let those say more that could not."""
         for user in (None, *self._others):
             self.send(user)
+        for other in self._others.values():
+            if not other.is_read and other.count():
+                other.is_read = True
+                self._server.watch(other.link.fileno(), self._read)
 
     def receive(self) -> list[tuple[int | None, FromKeeper]]:
         """Return what keepers have said, with their users."""
@@ -84,14 +121,19 @@ class Keepers:
         if told is None:
             self._moved.append(None)
         found += [(None, message) for message in told or ()]
-        for user, link in list(self._others.items()):
+        for user, other in list(self._others.items()):
+            if not other.is_read:
+                continue
             try:
-                told = link.receive()
+                told = other.link.receive()
             except ProtocolError as error:
                 self.drop(user, str(error))
                 continue
             if told is None:
                 self.drop(user, "")
+            elif not other.count():
+                other.is_read = False
+                self._server.unwatch(other.link.fileno())
             found += [(user, message) for message in told or ()]
         return found
 
@@ -115,29 +157,35 @@ class Keepers:
         self._own.close()
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept() if self._listener else (None, None)
-        except OSError:
-            return
-        if connection is None:
-            return
-        user = peer_uid(connection)
-        if user == os.getuid() or user in self._others or not may_use(connection, self._group):
-            connection.close()
-            return
-        connection.setblocking(False)
-        self._others[user] = Link(connection, FromKeeper, f"the keeper of {user_words(user)}")
-        self._server.watch(connection.fileno(), self._read)
-        self._moved.append(user)
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                connection, _address = self._listener.accept() if self._listener else (None, None)
+            except OSError:  # there are no more
+                return
+            if connection is None:
+                return
+            user = peer_uid(connection)
+            now = time.monotonic()
+            is_soon = now - self._came_at.get(user, -_APART_S) < _APART_S
+            is_one_more = user == os.getuid() or user in self._others
+            if is_soon or is_one_more or not may_use(connection, self._group):
+                connection.close()  # its keeper tries again
+                continue
+            connection.setblocking(False)
+            self._came_at[user] = now
+            self._others[user] = _OtherKeeper(connection, user)
+            self._server.watch(connection.fileno(), self._read)
+            self._moved.append(user)
 
     def drop(self, user: int, why: str) -> None:
         """Close the connection to the keeper of a user; ``why`` is a fault of it, or empty."""
-        if (link := self._others.pop(user, None)) is None:
+        if (other := self._others.pop(user, None)) is None:
             return  # it took nothing, so it was sent away already
         if why:
-            self._warn(f"the keeper of {user_words(user)} is sent away: {why}")
-        self._server.unwatch(link.fileno())
-        link.close()
+            self._warn(user, f"is sent away: {why}")
+        if other.is_read:
+            self._server.unwatch(other.link.fileno())
+        other.link.close()
         self._moved.append(user)
 
 

@@ -1,6 +1,6 @@
-"""Records what happens on a cluster, and tells of it by a command of the operator.
+"""Records what happens on a cluster, and tells of it by commands of its operator and of users.
 
-The command gets each event as JSON on its input.
+A command gets each event as JSON on its input.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_elastic.errors import RunError
@@ -25,8 +26,8 @@ from hvd_elastic.records.json_lines import EventLog
 
 TOLD_KINDS = frozenset(
     {
-        *("job_finished", "job_requeued", "time_limit_near"),
-        *("host_lost", "host_back", "host_drained", "host_undrained"),
+        *("job_finished", "job_requeued", "time_limit_near", "job_held_long"),
+        *("host_lost", "host_back", "host_drained", "host_undrained", "host_unhealthy"),
     }
 )
 """Kinds of events that are told."""
@@ -40,30 +41,48 @@ _LAST_S = 10.0
 """How long the last events are told when the daemon ends [s]."""
 
 
+@dataclass(frozen=True)
+class NotifyCommand:
+    """A command that is told of events.
+
+    Attributes:
+        text: for the shell; empty: nothing is told.
+        environment: its variables; None: those of this process.
+        folder: where it runs; None: where this process does.
+    """
+
+    text: str
+    environment: Mapping[str, str] | None = None
+    folder: str | None = None
+
+
 class Notifier:
     """Runs a command for each event, one at a time; what it prints is dropped.
 
     It never blocks: a command that hangs is killed, and events that come too fast are dropped.
 
     Args:
-        command: shell text; empty: nothing is told.
         warn: called with what went wrong.
     """
 
-    def __init__(self, command: str, warn: Callable[[str], None]) -> None:
-        self._command = command
+    def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[NotifyCommand, bytes]] = deque()
         self._running: tuple[subprocess.Popen[bytes], float] | None = None
 
-    def tell(self, event: Mapping[str, Any]) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether :meth:`work` has something to do."""
+        return bool(self._waiting or self._running)
+
+    def tell(self, command: NotifyCommand, event: Mapping[str, Any]) -> None:
         """Tell an event soon, if it is one of :data:`TOLD_KINDS`."""
-        if not self._command or event["kind"] not in TOLD_KINDS:
+        if not command.text or event["kind"] not in TOLD_KINDS:
             return
         if len(self._waiting) >= _MOST_WAITING:
             self._warn(f"--notify: {_MOST_WAITING} events wait to be told, so others are dropped")
             return
-        self._waiting.append(json.dumps(event, default=str).encode() + b"\n")
+        self._waiting.append((command, json.dumps(event, default=str).encode() + b"\n"))
 
     def work(self) -> None:
         """Start the command for the next event, if it has ended for the last one."""
@@ -79,27 +98,29 @@ class Notifier:
             elif status:
                 self._warn(f"--notify: the command ended with exit status {status}")
         if self._waiting:
-            event = self._waiting.popleft()
             try:
-                self._running = self._start(event), time.monotonic()
+                self._running = self._start(*self._waiting.popleft()), time.monotonic()
             except OSError as error:
                 self._warn(f"--notify: the command cannot be started: {error.strerror}")
 
     def close(self) -> None:
         """Tell what waits, for some seconds at most."""
         deadline = time.monotonic() + _LAST_S
-        while (self._waiting or self._running) and time.monotonic() < deadline:
+        while self.is_busy and time.monotonic() < deadline:
             self.work()
             time.sleep(0.02)
         if self._running is not None:
             _kill(self._running[0])
 
-    def _start(self, event: bytes) -> subprocess.Popen[bytes]:
+    @staticmethod
+    def _start(command: NotifyCommand, event: bytes) -> subprocess.Popen[bytes]:
         with tempfile.TemporaryFile() as told:  # unlike a pipe it holds all that nobody reads
             told.write(event)
             told.seek(0)
             return subprocess.Popen(
-                ["/bin/sh", "-c", self._command],
+                ["/bin/sh", "-c", command.text],
+                cwd=command.folder,
+                env=command.environment,
                 stdin=told,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -111,7 +132,7 @@ class ClusterRecord:
     """Records the events of a cluster, has its operator's command told, and warns in the log.
 
     Args:
-        command: see :class:`Notifier`.
+        command: shell text that is told of events; empty: none.
 
     Raises:
         RunError: the file of the events cannot be opened.
@@ -120,18 +141,23 @@ class ClusterRecord:
     def __init__(self, place: ClusterFolder, command: str) -> None:
         self._cluster = place.name
         self._events = EventLog(place.events)
-        self._notifier = Notifier(command, self.warn)
+        self._command = NotifyCommand(command)
+        self._notifier = Notifier(self.warn)
         self._told_lost: Mapping[str, str] = {}
         self._decided: dict[str, Any] = {}
         self._warned = ""
 
     def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Record an event; one that cannot be written is warned of."""
-        self._notifier.tell({"t": time.time(), "cluster": self._cluster, "kind": kind, **fields})
+        self._notifier.tell(self._command, self.event(kind, fields))
         try:
             self._events.append(kind, fields)
         except RunError as error:  # the first of several that are lost
             self.warn(str(error))
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an event as it is told."""
+        return {"t": time.time(), "cluster": self._cluster, "kind": kind, **fields}
 
     def warn(self, message: str) -> None:
         """Write a warning to the log, unless it was the last one."""
@@ -150,18 +176,23 @@ class ClusterRecord:
         """Record the hosts of the hostfile and their slots."""
         self.emit("cluster_hosts", {"hosts": {host.name: host.slots for host in listed.values()}})
 
-    def lost(self, lost: Mapping[str, str], listed: Mapping[str, Host]) -> None:
+    def lost(self, lost: Mapping[str, str], listed: Mapping[str, Host]) -> list[str]:
         """Record which hosts were lost since the last call, and which can be used again.
 
         Args:
             lost: hosts that are lost now, with the cause.
             listed: hosts of the hostfile.
+
+        Returns:
+            Those that were lost since then.
         """
-        for host in lost.keys() - self._told_lost.keys():
+        new = [host for host in lost if host not in self._told_lost]
+        for host in new:
             self.emit("host_lost", {"host": host, "cause": lost[host]})
         for host in (self._told_lost.keys() - lost.keys()) & listed.keys():
             self.emit("host_back", {"host": host})
         self._told_lost = lost
+        return new
 
     def decided(self, active: Mapping[int, Job]) -> None:
         """Record who holds which slots, and why, if that has changed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,10 @@ import msgspec
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import date_words
 from hvd_elastic.replaced_files import write_whole
+from hvd_elastic.run_events import Fault
+
+HEALTH = "health"
+"""Who has drained a host whose hardware has faults."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,23 @@ class Drained:
 
 
 @dataclass(frozen=True)
+class _Accepted:
+    """Faults of a host that its operator knew of when it was given back.
+
+    Attributes:
+        at: when, or when one of them was gone [Unix s].
+        numbers: how often each was seen.
+    """
+
+    at: float
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True)
 class _Set:
     drained: dict[str, Drained] = field(default_factory=dict)
     paused_by: str = ""
+    accepted: dict[str, _Accepted] = field(default_factory=dict)
 
 
 class OperatorState:
@@ -80,19 +99,45 @@ class OperatorState:
 
     def drain(self, host: str, drained: Drained) -> None:
         """Drain a host; raises RunError if that cannot be kept."""
-        self._keep(_Set({**self.drained, host: drained}, self.paused_by))
+        self._keep(replace(self._set, drained={**self.drained, host: drained}))
 
-    def undrain(self, host: str) -> None:
-        """Give a host back; raises RunError if that cannot be kept, or it is not drained."""
+    def undrain(self, host: str, faults: Iterable[Fault] = (), now: float = 0.0) -> None:
+        """Give a host back; raises RunError if that cannot be kept, or it is not drained.
+
+        Args:
+            faults: those of its hardware, which are no reason to drain it again.
+            now: time [Unix s].
+        """
         if host not in self.drained:
             which = ", ".join(self.drained) or "none is"
             raise RunError(f"host {host} is not drained; drained: {which}")
         rest = {name: each for name, each in self.drained.items() if name != host}
-        self._keep(_Set(rest, self.paused_by))
+        known = _Accepted(now, {fault.what: fault.number for fault in faults})
+        self._keep(replace(self._set, drained=rest, accepted={**self._set.accepted, host: known}))
+
+    def new_faults(self, host: str, faults: Sequence[Fault], at: float) -> list[Fault]:
+        """Return the faults of a host that its operator did not know of when giving it back.
+
+        Args:
+            at: when they were seen [Unix s].
+
+        Raises:
+            RunError: it cannot be kept that some are gone.
+        """
+        accepted = self._set.accepted
+        if (known := accepted.get(host)) is None:
+            return [*faults]
+        if at < known.at:
+            return []
+        seen = {fault.what for fault in faults}
+        left = {what: number for what, number in known.numbers.items() if what in seen}
+        if left != known.numbers:
+            self._keep(replace(self._set, accepted={**accepted, host: _Accepted(at, left)}))
+        return [fault for fault in faults if fault.number > left.get(fault.what, 0)]
 
     def pause(self, by: str) -> None:
         """Start no job any more; empty: start them again. Raises RunError if it cannot be kept."""
-        self._keep(_Set(self.drained, by))
+        self._keep(replace(self._set, paused_by=by))
 
     def _keep(self, wanted: _Set) -> None:
         try:

@@ -21,6 +21,7 @@ from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import private_folder, socket_in, user_words, who_else_writes
 from hvd_elastic.programs.peers import connect_own
 from hvd_elastic.records.process_lock import is_locked, take_lock
+from hvd_elastic.replaced_files import write_whole
 
 CLUSTER_VARIABLE = "HVD_ELASTIC_CLUSTER"
 """Environment variable with the name of the cluster to use."""
@@ -129,6 +130,7 @@ class ClusterFolder:
         if not place.exists():
             place.unlink(missing_ok=True)  # it leads nowhere
             place.symlink_to(self.path.absolute())
+        self._known_owner()
 
     @property
     def keeper(self) -> Path:
@@ -150,26 +152,53 @@ class ClusterFolder:
             return self.shared and self.path.stat().st_uid != os.geteuid()
         return False
 
-    def check_own(self, what: str) -> None:
-        """Check that the daemon is this user's.
-
-        Raises:
-            RunError: it is not, and what is asked for is in files that only its user can read.
-        """
-        if self.is_others:
-            owner = user_words(self.path.stat().st_uid)
-            raise RunError(f"{what} of cluster {self.name} is for the user of its daemon, {owner}")
-
     def connect(self, name: str, timeout_s: float | None) -> socket.socket:
         """Return a connection to a socket of the daemon.
 
         Raises:
-            StrangerError: it is not that of the folder's owner. Nothing was sent to it.
+            StrangerError: it is not that of the folder's owner, or the folder is not that of its
+                first owner any more. Nothing was sent to it.
             OSError: nobody listens there.
         """
         with self.socket_address(name) as address:
-            owner = self.path.stat().st_uid if self.shared else None
+            owner = self._known_owner() if self.shared else None
             return connect_own(address, timeout_s, owner)
+
+    def _known_owner(self) -> int:
+        """Return the id of the folder's user, who is remembered from its first use on.
+
+        Raises:
+            StrangerError: it was that of another user, as under /tmp before a reboot.
+        """
+        uid = self.path.stat().st_uid
+        known = self._note
+        told = user_words(uid)
+        try:
+            before = known.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):  # a full disk: the next use remembers it
+                private_folder(known.parent)
+                write_whole(known, told, mode=0o600)
+            return uid
+        if before != told:
+            raise StrangerError(
+                f"the folder {self.named} of cluster {self.name} was that of {before} when you "
+                f"used it first, and is now that of {told}, who would see what you ask for and "
+                f"decide about your jobs. If that is right: rm {known}"
+            )
+        return uid
+
+    @property
+    def named(self) -> Path:
+        """The folder as it was named, also if this is the link to it."""
+        is_link = self.path.parent == clusters_folder() and self.path.is_symlink()
+        return self.path.readlink() if is_link else self.path.absolute()
+
+    @property
+    def _note(self) -> Path:
+        """File with the user whose folder it was when this user used it first."""
+        digest = hashlib.sha256(os.fsencode(self.named)).hexdigest()[:8]
+        return clusters_folder() / f".{self.name}-{digest}.owner"
 
     # -- the daemon ------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +14,21 @@ from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.evidence import Replay
 from hvd_elastic.records.wording import cut_off_words, silent_words
-from hvd_elastic.run_events import Metrics, ReadEvent, RescaleFinished, RunFinished, TakenOver
+from hvd_elastic.run_events import (
+    Metrics,
+    ReadEvent,
+    RescaleFinished,
+    RescaleStarted,
+    RunFinished,
+    TakenOver,
+)
 
 READ_KINDS = frozenset(
     kind.__struct_config__.tag
     for kind in (
         *(ev.RunStarted, ev.TakenOver, ev.LeaderCutOff, ev.RunFinished),
         *(ev.RescaleStarted, ev.RescaleFinished, ev.HostsChanged, ev.HostLost, ev.AgentStarted),
+        ev.HostFaults,
         *(ev.WorkerStarted, ev.WorkerStandby, ev.WorkerLeft, ev.Warned),
         *(ev.Metrics, ev.BatchPlan, ev.Input),
     )
@@ -28,6 +37,14 @@ READ_KINDS = frozenset(
 
 _MOST_SLOTS = 4096
 """Slots of one host, far above what there is: events may be those of a user who means no good."""
+_MOST_PROCESSES = 1 << 14
+"""Processes of one run that live at a time, and hosts that it ever had: far above what there is."""
+_MOST_NAME = 255
+"""Characters of the name of a host or machine."""
+_HOST_FIELDS = ("host", "unusable_host", "machine")
+"""Fields of events with such a name."""
+_MOST_CAUSE = 1000
+"""Characters that are kept of why a host was lost."""
 _WARMING_S = 1.0
 """Training time that a change of slots costs beside its pause [slot seconds]: the new processes
 warm up in their slots meanwhile."""
@@ -209,6 +226,35 @@ class RunProgress:
                 self.ending = Ending(event.t, status, message)
 
 
+class ClaimedHosts:
+    """The hosts that events of another user's run name: they may be made up."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def checked(self, events: Iterable[ReadEvent]) -> Iterator[ReadEvent]:
+        """Yield events, as long as they name no more than a run can have.
+
+        Raises:
+            ValueError: they do.
+        """
+        for event in events:
+            named: list[Any] = [getattr(event, name, None) for name in _HOST_FIELDS]
+            processes = 0
+            match event:
+                case RescaleStarted(hosts=hosts, slots=slots):
+                    named, processes = hosts, sum(slots)
+                case TakenOver(processes=found):
+                    named, processes = [host for host, _ in found], len(found)
+            names = [name for name in named if isinstance(name, str)]
+            self._names.update(names)
+            if max(processes, len(self._names)) > _MOST_PROCESSES:
+                raise ValueError(f"a run of more than {_MOST_PROCESSES} processes or hosts")
+            if any(len(name) > _MOST_NAME for name in names):
+                raise ValueError(f"a host's name of more than {_MOST_NAME} characters")
+            yield event
+
+
 class RunHosts:
     """The hosts of a run; :meth:`note_event` takes its events.
 
@@ -227,6 +273,7 @@ class RunHosts:
         self._processes: dict[tuple[str, int], bool] = {}
         """Host and slot of each live process of the run; whether it has started."""
         self.silent: dict[str, float] = {}
+        self._faults: dict[str, ev.HostFaults] = {}
         self._cut_off = ""
 
     @property
@@ -254,9 +301,22 @@ class RunHosts:
         found, self._lost = self._lost, {}
         return found
 
+    def take_faults(self) -> list[ev.HostFaults]:
+        """Return the faults of hosts of which the run has told since the last call."""
+        found, self._faults = self._faults, {}
+        return [*found.values()]
+
     def note_event(self, event: ReadEvent) -> None:
-        """Take an event of the run."""
+        """Take an event of the run.
+
+        Raises:
+            ValueError: it has more processes than any run.
+        """
+        if len(self._processes) > _MOST_PROCESSES:
+            raise ValueError(f"more than {_MOST_PROCESSES} processes of one run")
         match event:
+            case ev.HostFaults(host=host):
+                self._faults[host] = event
             case ev.RunStarted():
                 self._processes.clear()
                 self._lost.clear()
@@ -272,11 +332,11 @@ class RunHosts:
                 # It leads again; processes of which it does not say so now have ended meanwhile.
                 self._cut_off = ""
                 self._processes.clear()
-            case ev.TakenOver(processes=found):
+            case TakenOver(processes=found):
                 self._processes |= dict.fromkeys(found, True)
                 for host, _ in found:
                     self.silent.pop(host, None)
-            case ev.RescaleStarted(hosts=hosts, slots=slots):
+            case RescaleStarted(hosts=hosts, slots=slots):
                 # Members of a taken-over run have no event of their own in this leader's life.
                 for host, number in zip(hosts, slots, strict=False):
                     slots_here = range(min(number, _MOST_SLOTS))
@@ -292,15 +352,15 @@ class RunHosts:
             case ev.WorkerLeft(host=host, local_rank=slot):
                 self._processes.pop((host, slot), None)
             case ev.HostLost(host=host, cause=cause):
-                self._lost[host] = cause
+                self._lost[host] = cause[:_MOST_CAUSE]
                 self.lost.add(host)
                 self.silent.pop(host, None)
                 for each in [each for each in self._processes if each[0] == host]:
                     del self._processes[each]
             case ev.Warned(unusable_host=host, message=cause) if host:
-                self._lost[host] = cause
+                self._lost[host] = cause[:_MOST_CAUSE]
                 if event.fatal:
-                    self.unfit[host] = cause
+                    self.unfit[host] = cause[:_MOST_CAUSE]
             case ev.AgentStarted(host=host):
                 self._lost.pop(host, None)
                 self.lost.discard(host)

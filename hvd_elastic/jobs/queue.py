@@ -9,11 +9,15 @@ from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.hosts.hostfile import fold_hosts
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
 from hvd_elastic.jobs.store import JobStore
 
 Emit = Callable[[str, Mapping[str, Any]], None]
 """Records an event of the cluster: kind and fields."""
+TellUser = Callable[[Job, str, Mapping[str, Any], Mapping[str, str]], None]
+"""Has the user of a job told of an event: kind and fields, and the environment of the job."""
 
 _ETA_MOVED_S = 5.0
 """Change of an expected time that is stored [s]."""
@@ -25,13 +29,29 @@ OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
 class JobQueue:
     """All jobs that wait or run, in memory and in the store.
 
+    Args:
+        emit: records an event.
+        tell_user: tells the users of jobs with ``--notify``.
+        notify_held_s: how long a job is held until that is told [s]; None: as the job says.
+
     Attributes:
         changed: whether a job was added, ended or changed since the flag was last cleared.
     """
 
-    def __init__(self, store: JobStore, emit: Emit) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        emit: Emit,
+        tell_user: TellUser | None = None,
+        notify_held_s: float | None = None,
+    ) -> None:
         self.store = store
         self._emit = emit
+        self._tell_user, self._notify_held_s = tell_user, notify_held_s
+        self._last_environments: dict[int, Mapping[str, str]] = {}
+        """Environments of jobs with ``--notify`` that are about to end."""
+        self._held_long: set[tuple[int, float]] = set()
+        """Jobs of which it was told that they are held for long, and since when they are."""
         self.active = {job.number: job for job in store.active()}
         self.changed = True
         self._held_back: set[int] = set()
@@ -45,8 +65,16 @@ class JobQueue:
 
     # -- requests --------------------------------------------------------------------------
 
-    def add_jobs(self, requests: Sequence[JobRequest], environment: Mapping[str, str]) -> list[Job]:
-        """Add jobs at the end of the queue.
+    def add_jobs(
+        self,
+        requests: Sequence[JobRequest],
+        environment: Mapping[str, str],
+        allowed: Callable[[HostWish], Collection[str] | None] = lambda _: None,
+    ) -> list[Job]:
+        """Add jobs at the end of the queue; return them, with those that were added before.
+
+        Args:
+            allowed: returns the hosts that jobs with a wish may have now; None: all.
 
         Raises:
             UsageError: they wait for a job that does not exist.
@@ -58,9 +86,12 @@ class JobQueue:
             raise UsageError(
                 f"--after names job {number}, and there is none; see: hvd-elastic queue --all"
             )
-        jobs = self.store.add_jobs(requests, environment, time.time())
-        self.active |= {job.number: job for job in jobs}
-        for job in jobs:
+        there = [self._added_before(request) for request in requests]
+        new = [each for each, job in zip(requests, there, strict=True) if job is None]
+        added = self.store.add_jobs(new, environment, time.time()) if new else []
+        self.active |= {job.number: job for job in added}
+        hosts = {wish: allowed(wish) for wish in {request.wish for request in new}}
+        for job in added:
             request = job.request
             self._emit(
                 "job_submitted",
@@ -73,10 +104,18 @@ class JobQueue:
                     "max_np": request.max_np,
                     "deadline": request.deadline,
                     "time_limit_s": request.time_limit_s,
+                    "hosts": fold_hosts(sorted(hosts[request.wish] or ())) or None,
                 },
             )
         self.changed = True
-        return jobs
+        rest = iter(added)
+        return [next(rest) if job is None else job for job in there]
+
+    def _added_before(self, request: JobRequest) -> Job | None:
+        """Return the job that the same request has added; None: it has not."""
+        same = self.store.find(request.name, request.user) if request.token else []
+        tokens = (job for job in same if job.request.token == request.token)
+        return next((job for job in tokens if job.request.user == request.user), None)
 
     def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job], list[Job]]:
         """Cancel jobs.
@@ -167,7 +206,7 @@ class JobQueue:
             )
         self._save(changed)
         for job in changed:
-            self._emit("job_requeued", {**_named(job), "reason": "asked to by requeue"})
+            self._tell(job, "job_requeued", {"reason": "asked to by requeue"})
         return changed
 
     def hold(
@@ -197,7 +236,11 @@ class JobQueue:
                 "while it runs; cancel or requeue starts it from its beginning"
             )
         held = [
-            replace(job, request=replace(job.request, hold=by), reason=_held_words(by))
+            replace(
+                job,
+                request=replace(job.request, hold=by, held_at=time.time()),
+                reason=_held_words(by),
+            )
             for job in able
         ]
         waiting = [job for job in held if job.status is JobStatus.QUEUED]
@@ -283,6 +326,7 @@ class JobQueue:
         for job in queued:
             met, why = _dependencies(job, statuses)
             if job.request.hold and met is not False:
+                self._tell_held_long(job)
                 met, why = None, _held_words(job.request.hold)
             if met and job.number in self._held_back:
                 freed.append(replace(job, queued_at=time.time()))
@@ -363,7 +407,7 @@ class JobQueue:
             return job
         if job.number not in self._near_limit:
             self._near_limit.add(job.number)
-            self._emit("time_limit_near", {**_named(job), "left_s": max(0.0, left_s)})
+            self._tell(job, "time_limit_near", {"left_s": max(0.0, left_s)})
         if left_s > 0:
             return job
         goes_on = "starts it from its beginning"
@@ -393,7 +437,7 @@ class JobQueue:
             failures=job.failures + failed,
         )
         self._save([waiting])
-        self._emit("job_requeued", {**_named(job), "reason": reason})
+        self._tell(waiting, "job_requeued", {"reason": reason})
         return waiting
 
     def update(self, jobs: Iterable[Job]) -> None:
@@ -403,6 +447,9 @@ class JobQueue:
     def _save(self, jobs: Sequence[Job], *, news: bool = True) -> None:
         if not jobs:
             return
+        for job in jobs:
+            if job.request.notify and not job.status.active:
+                self._last_environments[job.number] = self.store.environment(job)
         self.store.save(jobs)
         for job in jobs:
             if job.status.active:
@@ -414,8 +461,32 @@ class JobQueue:
     def _tell_ended(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self._near_limit.discard(job.number)
-            fields = {**_named(job), "status": job.status.value, "message": job.message}
-            self._emit("job_finished", fields)
+            self._tell(job, "job_finished", {"status": job.status.value, "message": job.message})
+
+    def _tell_held_long(self, job: Job) -> None:
+        since = job.request.held_at or job.submitted_at
+        limits = [each for each in (job.request.notify_held_s, self._notify_held_s) if each]
+        held_s = time.time() - since
+        if limits and held_s >= min(limits) and (job.number, since) not in self._held_long:
+            self._held_long.add((job.number, since))
+            self._tell(job, "job_held_long", {"held_s": held_s, "by": job.request.hold})
+
+    def tell_lost(self, host: str, cause: str) -> None:
+        """Tell the users of the jobs on a host that it is lost."""
+        for job in self.with_status(JobStatus.RUNNING):
+            if host in job.held:
+                self._to_user(job, "host_lost", {**_named(job), "host": host, "cause": cause})
+
+    def _tell(self, job: Job, kind: str, fields: Mapping[str, Any]) -> None:
+        """Record an event of a job, and tell it to its user."""
+        fields = {**_named(job), **fields}
+        self._emit(kind, fields)
+        self._to_user(job, kind, fields)
+
+    def _to_user(self, job: Job, kind: str, fields: Mapping[str, Any]) -> None:
+        if job.request.notify and self._tell_user is not None:
+            known = self._last_environments.pop(job.number, None)
+            self._tell_user(job, kind, fields, known or self.store.environment(job))
 
 
 def _dependencies(job: Job, statuses: Mapping[int, JobStatus]) -> tuple[bool | None, str]:

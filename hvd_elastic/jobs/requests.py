@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, date_words
+from hvd_elastic.formatting import count, date_words, hosts_named
+from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.hosts import ClusterHosts
 from hvd_elastic.jobs.job import (
     Answer,
@@ -45,7 +47,7 @@ class QueueRequests:
     Args:
         operators: ids of users who may change the jobs of others.
         queue: the queue, and its store.
-        hosts: the hosts, which of them are lost, and what operators have set.
+        hosts: the hosts, which of them are lost, what operators have set, and their GPUs.
         emit: records an event.
         host_rows: returns what there is to say of each host.
         has_keeper: returns whether the keeper of a user is there.
@@ -59,7 +61,7 @@ class QueueRequests:
         place: ClusterFolder,
         operators: Collection[int],
         queue: tuple[JobQueue, JobStore],
-        hosts: tuple[ClusterHosts, HostHealth, OperatorState],
+        hosts: tuple[ClusterHosts, HostHealth, OperatorState, HostGpus],
         emit: Callable[[str, Mapping[str, Any]], None],
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
@@ -68,7 +70,7 @@ class QueueRequests:
         self._name = place.name
         self._operators = operators
         self._queue, self._store = queue
-        self._hosts, self._health, self._operator_state = hosts
+        self._hosts, self._health, self._operator_state, self._gpus = hosts
         self._emit = emit
         self._host_rows = host_rows
         self._has_keeper = has_keeper
@@ -87,20 +89,28 @@ class QueueRequests:
         if isinstance(request, Submit):
             self._refuse_too_many(user, len(request.jobs))
         if isinstance(request, Look):
-            return Answer("", data=read_for(self._store, request, user))
-        answer = self._act(request)
-        starts = isinstance(request, (Submit, Requeue, Release))
-        answer.needs_keeper = starts and not self._has_keeper(user)
+            answer = Answer("", data=read_for(self._store, request, user))
+        else:
+            answer = self._act(request)
+        answer.needs_keeper = not self._has_keeper(user) and any(
+            job.request.user == user for job in self._queue.active.values()
+        )
         return answer
 
     def _act(self, request: Request) -> Answer:
         queue = self._queue
         match request:
             case Submit(jobs, environment):
+                unknown = self._unknown_gpus(request)
+                if unknown and self._gpus.ask({*unknown} - self._health.lost.keys()):
+                    return Answer("", ask_again=True)
                 self._refuse_impossible(request)
-                added = queue.add_jobs(jobs, environment)
+                added = queue.add_jobs(jobs, environment, self._allowed)
+                words = f"submitted {jobs_words(added)}"
+                if unknown:
+                    words += f"; {hosts_named(unknown)} did not say which GPUs they have"
                 return Answer(
-                    f"submitted {jobs_words(added)}",
+                    words,
                     jobs=[j.number for j in added],
                     data=[job.run_id for job in added],
                 )
@@ -108,6 +118,12 @@ class QueueRequests:
                 ended, stopping, over = queue.cancel(jobs, by)
                 parts = [f"cancelled {jobs_words(ended)}"] if ended else []
                 parts += [ending_words(stopping)] if stopping else []
+                users = {job.request.user for job in stopping}
+                parts += [
+                    f"the keeper of user {user_name(each)} is away, so theirs end when it is back"
+                    for each in users
+                    if not self._has_keeper(each)
+                ]
                 parts += [over_words(over)] if over else []
                 return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
             case Requeue(jobs, environment, after):
@@ -161,7 +177,8 @@ class QueueRequests:
         return Answer(f"host {host} is drained{when}: {drained.reason}")
 
     def _undrain(self, host: str, by: str) -> Answer:
-        self._operator_state.undrain(host)
+        told = self._health.faults.get(host)
+        self._operator_state.undrain(host, () if told is None else told.faults, time.time())
         self._emit("host_undrained", {"host": host, "by": by})
         away = "" if host in self._hosts.listed else "; it is not in the hostfile"
         if (cause := self._health.lost.get(host)) is not None:
@@ -196,16 +213,23 @@ class QueueRequests:
                 f"{_MOST_JOBS_OF_OTHERS:,} on a cluster of several users; submit the others later"
             )
 
+    def _allowed(self, wish: HostWish) -> frozenset[str] | None:
+        return wish.allowed(self._hosts.listed, self._gpus.memory_gb)
+
+    def _unknown_gpus(self, request: Submit) -> list[str]:
+        """Return the hosts that have not said which GPUs they have, if a job asks for some."""
+        if all(job.wish.gpu_memory_gb is None for job in request.jobs):
+            return []
+        return [host for host in self._hosts.listed if host not in self._gpus.memory_gb]
+
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed
-        slots = sum(host.slots for host in hosts.values())
+        checked = set()
         for job in request.jobs:
-            if job.min_np > slots:
-                raise RunError(
-                    f"job {job.name} needs {count(job.min_np, 'slot')}, and cluster "
-                    f"{self._name} has {slots} on {count(len(hosts), 'host')}. "
-                    "Lower --min-np or --np, or add hosts to its hostfile first."
-                )
+            if (asked := (job.wish, job.min_np)) not in checked:
+                whose = f"job {job.name}", f"cluster {self._name}"
+                job.wish.refuse_impossible(hosts, self._gpus.memory_gb, job.min_np, whose)
+                checked.add(asked)
             for name in job.spec.get("input_hosts", ()):
                 if name in hosts:
                     raise RunError(

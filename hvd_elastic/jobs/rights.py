@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from msgspec import structs
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import one_line
+from hvd_elastic.jobs.host_wish import HostWish, listed
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
@@ -34,9 +36,16 @@ from hvd_elastic.jobs.job import (
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import OUTCOMES
-from hvd_elastic.jobs.secrets import ToldSpec
+from hvd_elastic.jobs.secrets import JobSecrets, ToldSpec, shown_words
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.json_lines import (
+    Follower,
+    LineFollower,
+    Record,
+    decode_record,
+    decoded,
+)
 from hvd_elastic.records.run_folder import check_run_id
 
 _MOST_SHOWN = 100
@@ -45,6 +54,8 @@ _MOST_PRIORITY = 1000.0
 """Largest priority that a user may give jobs beside those of others."""
 _MOST_NUMBER = 2**31
 """Most slots or retries of a job, and largest index in an array."""
+_MOST_LIST = 4096
+"""Characters of a list of hosts."""
 _MOST_LENGTH = 1e18
 """Most examples or epochs of a job, and longest time [s]."""
 
@@ -128,7 +139,10 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     check_run_id(request.secret)
     _check_priority(request.priority)
     _check_after(request.after)
-    lengths = (*(request.epochs, request.target_examples, request.deadline, request.time_limit_s),)
+    lengths = (
+        *(request.epochs, request.target_examples, request.deadline, request.time_limit_s),
+        request.notify_held_s,
+    )
     if any(each is not None and not 0 < each < _MOST_LENGTH for each in lengths):
         raise UsageError(f"job {request.name}: a length, a deadline or a time limit is not valid")
     least, most = request.min_np, request.max_np
@@ -144,16 +158,27 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
         told = msgspec.convert(request.spec, ToldSpec)
     except msgspec.ValidationError as error:
         raise UsageError(f"job {request.name}: its specification is not valid: {error}") from None
-    command = [one_line(word, _MOST_SHOWN) for word in request.words[:1]]
+    command = [one_line(word, _MOST_SHOWN) for word in shown_words(request)]
     spec = {"command": command, **structs.asdict(told)}
     hold = user_name(user) if request.hold else ""
-    return replace(request, spec=spec, user=user, hold=hold)
+    _check_wish(request.wish)
+    return replace(request, spec=spec, user=user, hold=hold, held_at=None)
 
 
 def _check_after(after: Iterable[After]) -> None:
     for each in after:
         if each.outcome not in OUTCOMES:
             raise UsageError(f"--after {each.outcome!r} is not known; valid: {', '.join(OUTCOMES)}")
+
+
+def _check_wish(wish: HostWish) -> None:
+    texts = (wish.only, wish.exclude, *wish.labels)
+    if sum(map(len, texts)) > _MOST_LIST or len(wish.labels) > _MOST_LIST:
+        raise UsageError(f"a list of hosts or labels has at most {_MOST_LIST} characters")
+    if wish.gpu_memory_gb is not None and not 0 < wish.gpu_memory_gb < _MOST_LENGTH:
+        raise UsageError("--gpu-memory is not valid: give GB, above 0")
+    for text in filter(None, (wish.only, wish.exclude)):
+        listed(text)
 
 
 def _check_priority(priority: float) -> None:
@@ -183,16 +208,18 @@ def read_for(store: JobStore, look: Look, user: int) -> Any:
     Raises:
         UsageError: the request is not valid.
     """
-    if look.what not in _READS:
+    if look.what not in (*_READS, _EVENTS):
         raise UsageError(f"{look.what!r} cannot be read; what can: {', '.join(_READS)}")
     values = look.values
     try:
+        if look.what == _EVENTS:
+            return _events_for(store, user, *values)
         if look.what == "with_status":
             values = [JobStatus(values[0]), *values[1:]]
         elif look.what == "find":
             values = [values[0], user]
         found = getattr(store, look.what)(*values)
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
         raise UsageError(f"the request is not valid: {error}") from None
     if isinstance(found, list):
         found = [_seen(each, user) if isinstance(each, Job) else each for each in found]
@@ -205,19 +232,101 @@ def _seen(job: Job, user: int) -> Job:
     """Return a job as another user sees it: without its output and what only its owner says."""
     if job.request.user == user:
         return job
-    spec = {"command": job.request.words[:1]}
-    reason = "is tried again after a failure" if job.reason.startswith("failed") else job.reason
-    reason = one_line(reason)
-    message = job.message if job.status is JobStatus.CANCELLED else ""
-    request = replace(job.request, spec=spec, secret=None)
+    request = replace(job.request, spec={"command": shown_words(job.request)}, secret=None)
+    reason, message = _seen_reason(job.reason), _seen_message(job.status, job.message)
     return replace(job, request=request, reason=reason, message=message, environment=None)
 
 
-class _OverSocket:
-    """What can be read of a store whose daemon is that of another user."""
+def _seen_reason(reason: str) -> str:
+    return one_line("is tried again after a failure" if reason.startswith("failed") else reason)
+
+
+def _seen_message(status: str, message: str) -> str:
+    return message if status == JobStatus.CANCELLED else ""
+
+
+_EVENTS = "events"
+"""What is asked for to read the events of the cluster, from an offset on."""
+_PART_BYTES = 256 << 10
+"""About how many bytes of events are read for one request."""
+_SEEN_EVENTS = frozenset(
+    {
+        *("cluster_hosts", "host_lost", "host_back", "host_drained", "host_undrained"),
+        *("job_submitted", "job_started", "job_requeued", "job_finished", "time_limit_near"),
+        "jobs_decided",
+    }
+)
+"""Kinds of events that others may see."""
+
+
+def _events_for(store: JobStore, user: int, offset: int) -> dict[str, Any]:
+    """Return the events from an offset on as a user may see them, and the offset of the next."""
+    lines = LineFollower(ClusterFolder(store.path.parent).events, offset=max(0, offset))
+    records = [*decoded(lines.poll(_PART_BYTES), decode_record)]
+    numbers = {int(each["job"]) for each in records if "job" in each}
+    numbers |= {int(number) for each in records for number in each.get("reasons", ())}
+    jobs = store.jobs(numbers)
+    own = {str(number) for number, job in jobs.items() if job.request.user == user}
+    private = {str(number) for number, job in jobs.items() if job.request.private}
+    seen = [_seen_event(each, own, private) for each in records if each["kind"] in _SEEN_EVENTS]
+    return {"events": seen, "offset": lines.offset}
+
+
+def _seen_event(record: Record, own: Collection[str], private: Collection[str]) -> Record:
+    number = str(record.get("job"))
+    if number in own:
+        return record
+    seen = dict(record)
+    if "command" in seen:
+        seen["command"] = [] if number in private else seen["command"][:1]
+    if "reasons" in seen:
+        told = seen["reasons"].items()
+        seen["reasons"] = {each: why if each in own else _seen_reason(why) for each, why in told}
+    if "job" in seen and "reason" in seen:
+        seen["reason"] = _seen_reason(seen["reason"])
+    if "message" in seen:
+        seen["message"] = _seen_message(seen["status"], seen["message"])
+    return seen
+
+
+class ClusterEvents:
+    """The events of a cluster as they come; those of another user's daemon over its socket."""
 
     def __init__(self, place: ClusterFolder) -> None:
         self._place = place
+        self._follower = None if place.is_others else Follower(place.events, decode_record)
+        self._offset = 0
+
+    def poll(self) -> list[Record]:
+        """Return the next ones; empty: there are no more now.
+
+        Raises:
+            RunError: the daemon of another user is not there.
+        """
+        if self._follower is not None:
+            return self._follower.poll()
+        while True:
+            data = ask_daemon(self._place, Look(_EVENTS, [self._offset])).data
+            is_all, self._offset = data["offset"] == self._offset, data["offset"]
+            if data["events"] or is_all:
+                return list(data["events"])
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield those that there are now."""
+        while records := self.poll():
+            yield from records
+
+
+class _OverSocket:
+    """What can be read of a store whose daemon is that of another user.
+
+    Args:
+        start_keeper: called once if this user's keeper is to be there and is not.
+    """
+
+    def __init__(self, place: ClusterFolder, start_keeper: Callable[[], object]) -> None:
+        self._place = place
+        self._start_keeper: Callable[[], object] | None = start_keeper
 
     def __getattr__(self, name: str) -> Any:
         if name not in _READS:
@@ -228,21 +337,40 @@ class _OverSocket:
                 [*each] if isinstance(each, Iterable) and not isinstance(each, str) else each
                 for each in values
             ]
-            data = ask_daemon(self._place, Look(name, plain)).data
-            return msgspec.convert(data, _READS[name], strict=False)
+            answer = ask_daemon(self._place, Look(name, plain))
+            if answer.needs_keeper and self._start_keeper is not None:
+                start, self._start_keeper = self._start_keeper, None
+                start()
+            found = msgspec.convert(answer.data, _READS[name], strict=False)
+            if isinstance(found, list):
+                return [self._whole(each) if isinstance(each, Job) else each for each in found]
+            if name == "jobs":
+                return {number: self._whole(job) for number, job in found.items()}
+            return found
 
         return read
+
+    def _whole(self, job: Job) -> Job:
+        """Add what this user's files alone say of an own job."""
+        if job.request.secret is not None:
+            with contextlib.suppress(RunError):  # it was removed
+                spec = JobSecrets(self._place).read(job.request.secret)[0]
+                return replace(job, request=replace(job.request, spec=spec))
+        return job
 
     def close(self) -> None:
         """Do nothing: each call has a connection of its own."""
 
 
-def open_queue(place: ClusterFolder) -> JobStore:
+def open_queue(place: ClusterFolder, start_keeper: Callable[[], object] = lambda: None) -> JobStore:
     """Return the queue of a cluster for reading; that of another user's daemon over its socket.
+
+    Args:
+        start_keeper: called once if this user has jobs there and no keeper.
 
     Raises:
         StoreError: it cannot be used, or there is none.
     """
     if place.is_others:
-        return cast("JobStore", _OverSocket(place))
+        return cast("JobStore", _OverSocket(place, start_keeper))
     return JobStore.read_only(place.database)

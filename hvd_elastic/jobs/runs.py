@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -15,19 +16,26 @@ from hvd_elastic.formatting import one_line
 from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile, write_hostfile
 from hvd_elastic.jobs.job import Job, JobKind
 from hvd_elastic.jobs.keeper import STARTING_S, BeginLeader
-from hvd_elastic.jobs.keeper_link import Follow, Forget, Grant, Lead, News, StopRun, Trouble
+from hvd_elastic.jobs.keeper_link import Follow, Forget, Grant, Lead, News, StopRun, Tell, Trouble
 from hvd_elastic.jobs.keepers import Keepers
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.progress import ClaimedHosts, RunProgress
 from hvd_elastic.jobs.secrets import INDEX_VARIABLE
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.own_files import user_words
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.records.events import decode_event
 from hvd_elastic.records.json_lines import decoded
+from hvd_elastic.run_events import ReadEvent
 
 _LEAVING_S = 60.0
 """How long after a daemon's start other users' jobs may be in more slots than they hold [s]."""
+_WARN_S = 60.0
+"""Least time between two warnings of another user's keeper [s]."""
+_MOST_LINE = 1 << 20
+"""Bytes of an event of another user's run."""
+_MOST_TEXT = 1000
+"""Characters that are kept of the last line of a leader."""
 
 
 @dataclass
@@ -42,6 +50,7 @@ class _Run:
         asked_to_stop: last attempt that was asked to end.
         pid: process id of its leader; 0: not known.
         given: most slots of each host that this attempt was given; None: not known.
+        claimed: the hosts that its events name.
     """
 
     user: int | None = None
@@ -53,6 +62,7 @@ class _Run:
     asked_to_stop: int = 0
     pid: int = 0
     given: dict[str, int] | None = None
+    claimed: ClaimedHosts = field(default_factory=ClaimedHosts)
 
 
 class JobRuns:
@@ -75,8 +85,10 @@ class JobRuns:
     ) -> None:
         self._place = place
         self._ssh_config = ssh_config
-        self._keepers = Keepers(place, begin_leader, server, self.receive, warn)
+        self._keepers = Keepers(place, begin_leader, server, self.receive, self._warn_of)
         self._warn = warn
+        self._warned_at: dict[int, float] = {}
+        """When it was last warned of each other user's keeper [s, monotonic]."""
         self._begun = time.monotonic()
         self._began_at: dict[int | None, float] = {}
         self._moved = False
@@ -89,15 +101,17 @@ class JobRuns:
         self._note_moved()
         for user, message in told:
             if isinstance(message, Trouble):
-                whose = "" if user is None else f"the keeper of {user_words(user)}: "
-                self._warn(whose + one_line(message.message))
+                self._warn_of(user, message.message)
                 continue
             run = self._runs.get(message.run_id, _Run())
             if run.is_followed and run.user == user:
                 run.pid = message.pid
                 lines = [line.encode(errors="replace") for line in message.lines]
                 try:
-                    run.progress.add(decoded(lines, decode_event))
+                    if user is not None and max(map(len, lines), default=0) > _MOST_LINE:
+                        raise ValueError(f"an event of more than {_MOST_LINE} bytes")
+                    events: Iterator[ReadEvent] = decoded(lines, decode_event)
+                    run.progress.add(events if user is None else run.claimed.checked(events))
                 except Exception as error:  # as in the daemon's look at the run
                     if user is None:
                         raise
@@ -105,7 +119,16 @@ class JobRuns:
                     continue
                 run.offset, run.is_known = message.offset, run.is_known or message.is_all
                 message.lines.clear()
+                message.last_line = message.last_line[:_MOST_TEXT]
                 run.news = message
+
+    def _warn_of(self, user: int | None, text: str) -> None:
+        """Warn of a keeper; of another user's once a minute, since that user decides how often."""
+        if user is None:
+            self._warn(one_line(text))
+        elif time.monotonic() - self._warned_at.get(user, -_WARN_S) >= _WARN_S:
+            self._warned_at[user] = time.monotonic()
+            self._warn(f"the keeper of {user_words(user)}: {one_line(text)}")
 
     def take_moved(self) -> bool:
         """Return whether keepers have come or gone since the last call."""
@@ -279,6 +302,13 @@ class JobRuns:
         if run.asked_to_stop != job.attempts:
             run.asked_to_stop = job.attempts
             self._keepers.send(job.request.user, StopRun(job.run_id, reason))
+
+    def tell_user(self, job: Job, event: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Have the user of a job told of an event, by a command with this environment."""
+        told = {key: job.request.spec.get(key) for key in ("notify", "cwd")}
+        secret = job.request.secret
+        message = Tell(job.run_id, dict(event), told, dict(environment), secret)
+        self._keepers.send(job.request.user, message)
 
     def why_not_begun(self, job: Job) -> str:
         """Return the last line that a leader wrote before it ended without an event."""

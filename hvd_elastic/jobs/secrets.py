@@ -30,6 +30,11 @@ _SUBMITTING_S = 120.0
 """Longest time from the writing of a job's file to its place in the queue [s]."""
 
 
+def shown_words(request: JobRequest) -> list[str]:
+    """Return what others see of a job's command: its first word, of a private job nothing."""
+    return [] if request.private else request.words[:1]
+
+
 class ToldSpec(msgspec.Struct):
     """What such a daemon is told of a specification, beside the command's first word."""
 
@@ -52,7 +57,7 @@ class JobSecrets:
         """
         name = request.secret or secrets.token_hex(8)
         self.write(name, request.spec, environment)
-        told = {"command": request.words[:1]}
+        told = {"command": shown_words(request)}
         fields = ToldSpec.__struct_fields__
         told |= {key: request.spec[key] for key in fields if key in request.spec}
         return replace(request, spec=told, secret=name)

@@ -32,6 +32,8 @@ _FULL_S = 0.05
 """Time until another try to connect while too many others do [s]."""
 _ANSWER_S = 60.0
 """Longest wait of a caller for the daemon [s]."""
+_UNKNOWN_S = 0.5
+"""Time until a daemon is asked again that does not know the answer yet [s]."""
 _decoder = msgspec.json.Decoder(Request)
 
 
@@ -46,6 +48,10 @@ class _Client:
     """Answer to whatever it asks; it is read all the same, since unread data would cut it short."""
 
 
+class RefusedError(RunError):
+    """The daemon has refused what was asked for."""
+
+
 class RequestServer:
     """Accepts requests and passes them to ``handle``, all in the thread of the caller.
 
@@ -58,6 +64,8 @@ class RequestServer:
         self._handle = handle
         self._group = place.group
         self._selector = selectors.DefaultSelector()
+        self._answered: set[int] = set()
+        """Other users to whom an answer was given in this round."""
         self._listener = listen_in(place, "daemon.sock")
         self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -70,7 +78,11 @@ class RequestServer:
         self._selector.unregister(descriptor)
 
     def serve(self, timeout_s: float) -> None:
-        """Serve what clients ask, and return after at most so long, or after something happened."""
+        """Serve what clients ask, and return after at most so long, or after something happened.
+
+        Of each other user it is one request, so that none keeps the daemon from its other work.
+        """
+        self._answered.clear()
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
@@ -114,6 +126,9 @@ class RequestServer:
             min(own, key=lambda each: each.deadline).deadline = 0.0  # serve() is about to drop it
 
     def _move_on(self, client: _Client) -> None:
+        is_own = client.user == os.getuid()
+        if client.answer is None and client.user in self._answered:
+            return
         try:
             if client.answer is not None:
                 sent = client.socket.send(client.answer)
@@ -129,16 +144,16 @@ class RequestServer:
             return
         if client.refusal is None:
             client.received += chunk
-        is_own = client.user == os.getuid()
         if len(client.received) > (_LARGEST_BYTES if is_own else _LARGEST_OF_OTHERS_BYTES):
             self._reply(client, Answer("the request is too large", ok=False))
         elif not chunk:
+            self._answered |= set() if is_own else {client.user}
             self._reply(client, client.refusal or self._answer(client))
 
     def _answer(self, client: _Client) -> Answer:
         try:
             return self._handle(_decoder.decode(bytes(client.received)), client.user)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return Answer(f"the request is not valid: {error}", ok=False)
         except HvdElasticError as error:
             return Answer(str(error), ok=False, exit_status=error.exit_status)
@@ -207,8 +222,9 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     """Send a request to the daemon of a cluster and return its answer.
 
     Raises:
-        RunError: there is no daemon, it does not answer, it refused, or it is another user's;
-            to them nothing was sent.
+        RefusedError: it refused.
+        RunError: there is no daemon, it does not answer, or it is another user's; to them nothing
+            was sent.
     """
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
     if place.is_others:
@@ -225,9 +241,17 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise RunError(f"cluster {place.name} has no daemon. {ask}") from error
     except (PermissionError, StrangerError) as error:
+        if place.shared and isinstance(error, StrangerError):
+            raise RunError(str(error)) from error
+        whose = f"{place.path} is theirs"
+        do = "Submit from that account, or start a cluster of your own"
+        if place.shared:
+            found = place.path.stat()
+            whose = f"{place.named} is that of {user_words(found.st_uid)} and a group (id "
+            whose += f"{found.st_gid}) that you are not in, as far as this login goes"
+            do = "See: id -G   and ask that user, or log in again if you were added to it"
         raise RunError(
-            f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
-            "theirs, or their group's too. Submit from that account, or start a cluster of your own"
+            f"the daemon of cluster {place.name} belongs to another user: {whose}. {do}"
         ) from error
     except OSError as error:
         raise RunError(
@@ -239,8 +263,11 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
             "hvd-elastic queue whether it has done what you asked for"
         )
     answer = msgspec.json.decode(received, type=Answer)
+    if answer.ask_again:
+        time.sleep(_UNKNOWN_S)
+        return ask_daemon(place, request)
     if not answer.ok:
-        refusal = RunError(answer.message)
+        refusal = RefusedError(answer.message)
         refusal.exit_status = answer.exit_status
         raise refusal
     return answer

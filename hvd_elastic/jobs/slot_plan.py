@@ -8,11 +8,13 @@ writes the hostfile of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_elastic.formatting import count
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
 from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.policy.schedule import jobs as policy
@@ -44,12 +46,14 @@ class Candidate:
         measured: what was measured of its run; None: it never began.
         occupied: slots of each host in which processes of its run live or start.
         unheard: that its leader does not hear from its hosts, in words; empty: it does.
+        hosts: hosts that it may have; None: all.
     """
 
     job: Job
     measured: Measured | None = None
     occupied: Mapping[str, int] = field(default_factory=dict)
     unheard: str = ""
+    hosts: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,21 @@ def plan_slots(
         candidates: jobs that run, and jobs that wait for nothing but slots.
         now: current time [Unix s].
     """
-    per_host = sorted((host.slots for host in hosts), reverse=True)
-    capacity = sum(per_host)
+    parts = {names: _Part.of(hosts, names) for names in {each.hosts for each in candidates}}
     running = [each for each in candidates if each.job.status is JobStatus.RUNNING]
     waiting = sorted(
         (each for each in candidates if each.job.status is JobStatus.QUEUED),
         key=lambda each: (-_aged_priority(each.job, now), each.job.number),
     )
-    fits = [each for each in waiting if each.job.request.min_np <= capacity]
-    considered = [*running, *fits[: _CONSIDERED * capacity]] if capacity else []
+    considered = [each for each in running if parts[each.hosts].capacity]
+    like_it: Counter[frozenset[str] | None] = Counter()
+    for each in waiting:
+        capacity = parts[each.hosts].capacity
+        if each.job.request.min_np <= capacity and like_it[each.hosts] < _CONSIDERED * capacity:
+            like_it[each.hosts] += 1
+            considered.append(each)
     jobs = {
-        str(each.job.number): _as_policy_job(each, per_host, capacity, now) for each in considered
+        str(each.job.number): _as_policy_job(each, parts[each.hosts], now) for each in considered
     }
     decided = choose(list(jobs.values()), hosts, now)
     plan = Plan({}, {}, {})
@@ -98,7 +106,8 @@ def plan_slots(
         number = each.job.number
         assignment = decided.get(str(number))
         if assignment is None:
-            plan.slots[number], plan.reasons[number] = {}, _why_not(each.job, capacity)
+            plan.slots[number] = {}
+            plan.reasons[number] = _why_not(each, parts[each.hosts].capacity)
         else:
             plan.slots[number] = dict(assignment.hosts)
             plan.reasons[number] = assignment.reason
@@ -109,20 +118,46 @@ def plan_slots(
         for each in considered
         if plan.slots[each.job.number]
     }
-    left_out = [each.job for each in waiting if not plan.slots[each.job.number]]
-    holders = [
-        (ends[each.job.number], each.job.request.min_np)
-        for each in considered
-        if each.job.number in ends
-    ]
-    starts = expected_starts(holders, [job.request.min_np for job in left_out], capacity)
+    left_out: dict[frozenset[str] | None, list[Job]] = {}
+    for each in waiting:
+        if not plan.slots[each.job.number]:
+            left_out.setdefault(each.hosts, []).append(each.job)
     # Who gets slots that others have to leave starts as soon as those have changed their size.
-    moved = running if capacity else []
-    longest_s = max((jobs[str(each.job.number)].rescale_s for each in moved), default=0.0)
+    moved = [jobs[name] for each in running if (name := str(each.job.number)) in jobs]
+    longest_s = max((job.rescale_s for job in moved), default=0.0)
     soon = [each.job.number for each in waiting if plan.slots[each.job.number]]
     plan.etas.update({**ends, **dict.fromkeys(soon, now + longest_s)})
-    plan.etas.update({job.number: at for job, at in zip(left_out, starts, strict=True)})
+    for names, left in left_out.items():
+        holders = [
+            (ends[each.job.number], min(each.job.request.min_np, there))
+            for each in considered
+            if each.job.number in ends and (there := _slots_on(names, plan.slots[each.job.number]))
+        ]
+        least = [job.request.min_np for job in left]
+        starts = expected_starts(holders, least, parts[names].capacity)
+        plan.etas.update({job.number: at for job, at in zip(left, starts, strict=True)})
     return plan
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The hosts that some jobs may have.
+
+    Attributes:
+        per_host: slots of each host, the most first.
+    """
+
+    per_host: list[int]
+    capacity: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[policy.HostSlots], names: Collection[str] | None) -> _Part:
+        slots = [host.slots for host in hosts if names is None or host.name in names]
+        return cls(sorted(slots, reverse=True), sum(slots))
+
+
+def _slots_on(names: Collection[str] | None, slots: Slots) -> int:
+    return sum(count for host, count in slots.items() if names is None or host in names)
 
 
 @dataclass(frozen=True)
@@ -257,10 +292,10 @@ def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
     return makes_sense and not any(math.isnan(each) for each in numbers if each is not None)
 
 
-def _as_policy_job(
-    candidate: Candidate, per_host: Sequence[int], capacity: int, now: float
-) -> policy.Job:
+def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
+    """Return what the policy sees of a job; ``part``: the hosts that it may have."""
     job, measured = candidate.job, candidate.measured
+    per_host, capacity = part.per_host, part.capacity
     request = job.request
     if measured is not None and request.user is not None and not _is_usable(measured, per_host):
         measured = None
@@ -305,6 +340,7 @@ def _as_policy_job(
         movable=request.kind is not JobKind.PLAIN,
         preemptible=job.status is not JobStatus.RUNNING
         or (turn_over and request.kind is not JobKind.PLAIN),
+        hosts=candidate.hosts,
     )
 
 
@@ -327,8 +363,11 @@ def _expected_end(job: policy.Job, slots: Mapping[str, int], now: float) -> floa
     return now + job.remaining / rate if rate > 0 else None
 
 
-def _why_not(job: Job, capacity: int) -> str:
-    wanted = job.request.min_np
+def _why_not(candidate: Candidate, capacity: int) -> str:
+    wanted = candidate.job.request.min_np
     if wanted > capacity:
-        return f"waits: it needs {wanted} slots, the hosts that can be used have {capacity}"
+        which = "hosts that can be used"
+        if candidate.hosts is not None:
+            which = f"hosts that it asks for ({candidate.job.request.wish.words})"
+        return f"waits: it needs {count(wanted, 'slot')}, the {which} have {capacity}"
     return "waits: jobs of higher priority, or that came earlier, are first"

@@ -248,7 +248,7 @@ class JobStore:
         with _explained(self.path):
             rows = self._db.execute(
                 "SELECT number FROM jobs WHERE number BETWEEN ? AND ? ORDER BY number",
-                (min(first, _MOST_INTEGER), min(last, _MOST_INTEGER)),
+                tuple(max(0, min(each, _MOST_INTEGER)) for each in (first, last)),
             ).fetchall()
         return [int(number) for (number,) in rows]
 
@@ -268,7 +268,7 @@ class JobStore:
     def jobs(self, numbers: Collection[int]) -> dict[int, Job]:
         """Return jobs by number; unknown ones are left out."""
         found: dict[int, Job] = {}
-        wanted = [*dict.fromkeys(numbers)]  # a user may name one a million times
+        wanted = [*filter(_is_number, dict.fromkeys(numbers))]  # one may be named a million times
         for first in range(0, len(wanted), _MOST_VALUES):
             some = (*wanted[first : first + _MOST_VALUES],)
             marks = ", ".join("?" * len(some))
@@ -277,23 +277,16 @@ class JobStore:
 
     def statuses(self, numbers: Collection[int]) -> dict[int, JobStatus]:
         """Return the states of jobs by number; unknown ones are left out."""
-        return {number: JobStatus(status) for number, status in self._values("status", numbers)}
-
-    def reasons(self, numbers: Collection[int]) -> dict[int, str]:
-        """Return why jobs wait or hold their slots, by number; unknown ones are left out."""
-        return dict(self._values("reason", numbers))
-
-    def _values(self, column: str, numbers: Collection[int]) -> list[tuple[int, str]]:
         rows = []
-        wanted = list(numbers)
+        wanted = list(filter(_is_number, numbers))
         with _explained(self.path):
             for first in range(0, len(wanted), _MOST_VALUES):
                 some = wanted[first : first + _MOST_VALUES]
                 marks = ", ".join("?" * len(some))
                 rows += self._db.execute(
-                    f"SELECT number, {column} FROM jobs WHERE number IN ({marks})", some
+                    f"SELECT number, status FROM jobs WHERE number IN ({marks})", some
                 ).fetchall()
-        return rows
+        return {number: JobStatus(status) for number, status in rows}
 
     def environment(self, job: Job) -> dict[str, str]:
         """Return the environment of a job; empty if it was removed."""
@@ -319,6 +312,11 @@ class JobStore:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def _is_number(number: int) -> bool:
+    """Return whether a job can have a number: users may name others."""
+    return 0 < number <= _MOST_INTEGER
 
 
 def _encode(request: JobRequest) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 from hvd_elastic.control.backoff import HOST_PAUSES_S, Retry
 from hvd_elastic.control.endings import how_it_ended
 from hvd_elastic.control.events import AgentFailed
-from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Host
@@ -27,7 +26,15 @@ from hvd_elastic.leader.workers import Workers
 from hvd_elastic.policy.input import InputWatch, choose_readers
 from hvd_elastic.policy.objective import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import Decision, Event, Input, InputHostJoined, InputHostLeft, Warned
+from hvd_elastic.run_events import (
+    Decision,
+    Event,
+    HostFaults,
+    Input,
+    InputHostJoined,
+    InputHostLeft,
+    Warned,
+)
 from hvd_elastic.wire import messages as msg
 
 _MOST_SCRIPT_FAILURES = 3
@@ -124,7 +131,7 @@ class InputHosts:
                 known.start_at = min(known.start_at, time.monotonic())
 
     def tend_hosts(self, now: float) -> None:
-        """Start hosts that are due, send heartbeats, and give up silent hosts."""
+        """Start hosts that are due, and send heartbeats."""
         if not self._known:
             return
         for name, known in self._known.items():
@@ -138,10 +145,12 @@ class InputHosts:
                 )
                 known.take_over = False
         self._agents.beat(now, None)
-        for name, silent_s in (self._agents.silence(now) or {}).items():
-            if silent_s > self._failure_timeout_s:
-                self._agents.by_host.pop(name).drop()
-                self._failed(name, f"no sign of life for {duration_words(silent_s)}")
+
+    def give_up_silent(self, now: float) -> None:
+        """Give up silent hosts; not called while this machine is cut off from those that train."""
+        silence = self._agents.silence(now) or {}
+        for name, cause, _ in self._agents.drop_silent(silence, self._failure_timeout_s):
+            self._failed(name, cause)
 
     def watch_ranks(self, members: Sequence[tuple[str, str]]) -> None:
         """Record how long the ranks wait for their data, if that has changed.
@@ -200,6 +209,8 @@ class InputHosts:
                 self._warn(f"host {name}: {text}")
             case msg.HostSampled(sample=sample):
                 self._emit(sample)
+            case msg.HardwareJudged(faults=faults):
+                self._emit(HostFaults(host=name, faults=faults))
             case msg.Log(worker=worker, data=data) if worker == known.worker:
                 self._workers.log(worker, data)
             case msg.WorkerNotStarted(error=error):

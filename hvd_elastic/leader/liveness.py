@@ -1,7 +1,4 @@
-"""Decides that a host is lost, and finds workers that are silent, stuck or waited for.
-
-Hosts that only read for the ranks have no part in this: ``input_hosts`` watches them.
-"""
+"""Decides that a host is lost, and finds workers that are silent, stuck or waited for."""
 
 from __future__ import annotations
 
@@ -52,11 +49,9 @@ class Liveness:
         if self._is_cut_off(silence.values()):
             least_s = min(silence.values())
             return least_s if least_s > timeout_s else None
-        for name, silent_s in silence.items():
-            if silent_s > timeout_s:
-                self._run.agents.by_host.pop(name).drop()
-                cause = f"no sign of life for {duration_words(silent_s)}"
-                self._executor.agent_lost(name, cause, silent_s)
+        for name, cause, silent_s in self._run.agents.drop_silent(silence, timeout_s):
+            self._executor.agent_lost(name, cause, silent_s)
+        self._run.readers.give_up_silent(now)
         self._look_at_progress()
         return None
 

@@ -18,6 +18,7 @@ from hvd_elastic.run_events import (
     AgentStarted,
     BatchPlan,
     ExampleSkipped,
+    HostFaults,
     Metrics,
     RescaleFinished,
     Restored,
@@ -99,6 +100,8 @@ class Reports:
                 self._run.journal.warn(f"host {host}: {text}")
             case msg.HostSampled(sample=sample):
                 self._run.journal.emit(sample)
+            case msg.HardwareJudged(faults=faults):
+                self._run.journal.emit(HostFaults(host=host, faults=faults))
             case msg.PastReading(message=reading):
                 self._run.journal.read(*reading.as_record(), late=True)
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():

@@ -80,7 +80,7 @@ class RunSpec:
         input_hosts: hosts that read for the ranks and do not train.
         leader_grace_s: how long the hosts continue without a leader [s].
         preemption: cloud whose metadata service each host asks whether it is about to be taken
-            away: ``aws``, ``gcp`` or ``azure``; None: nothing is asked.
+            away: a name of ``CLOUDS`` in ``agent.preemption.clouds``; None: nothing is asked.
         preemption_command: command that reports on each host whether the host is about to be
             taken away; None: nothing is asked.
         plain: whether the command is no training script; its exit status alone counts.

@@ -14,8 +14,11 @@ from hvd_elastic.programs.nvidia import ask_nvidia_smi
 
 LIMIT_S = 5.0
 EDAC = Path("/sys/devices/system/edac/mc")
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)")
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
 _MACHINE_CHECK = re.compile(r"\[Hardware Error\]: Machine check events logged")
+_UNCORRECTED = re.compile(
+    r"\[Hardware Error\]:.*(?:System Fatal|Uncorrected|event severity: (?:fatal|recoverable))"
+)
 _HELD_DOWN = {
     "hw_thermal_slowdown": "heat",
     "sw_thermal_slowdown": "heat",
@@ -29,11 +32,17 @@ def read_hardware() -> dict[str, Any]:
     """Return faults of GPUs, of memory, and those in the kernel's log; None where not known."""
     answer = ask_nvidia_smi("-q", "-x")
     gpus = [] if answer is None else gpus_of("\n".join(answer.lines))
+    return {"gpus": gpus, **read_log_and_memory()}
+
+
+def read_log_and_memory() -> dict[str, Any]:
+    """Return faults of memory and those in the kernel's log; None where not known."""
     log = _kernel_log()
+    xids = [] if log is None else _XID.findall(log)
     return {
-        "gpus": gpus,
-        "xids": None if log is None else [[bus, int(xid)] for bus, xid in _XID.findall(log)],
+        "xids": None if log is None else [[bus, int(xid), text] for bus, xid, text in xids],
         "machine_checks": None if log is None else len(_MACHINE_CHECK.findall(log)),
+        "machine_checks_uncorrected": None if log is None else len(_UNCORRECTED.findall(log)),
         "memory_uncorrected": _edac("ue_count"),
         "memory_corrected": _edac("ce_count"),
     }
@@ -46,23 +55,30 @@ def gpus_of(text: str) -> list[dict[str, Any]]:
     except ET.ParseError:
         return []
     found = []
-    for index, gpu in enumerate(root.iter("gpu")):
+    for index, gpu in enumerate(root.findall("gpu")):
         volatile = gpu.find("ecc_errors/volatile")
         counts = [] if volatile is None else [(each.tag, _number(each.text)) for each in volatile]
+        old = "ecc_errors/volatile/{}_bit/total"  # of GPUs before Turing
         pages = [gpu.findtext("retired_pages/pending_retirement")]
         pages += [gpu.findtext("retired_pages/pending_blacklist")]
         width = "pci/pci_gpu_link_info/link_widths/{}_link_width"
+        action = gpu.findtext("gpu_recovery_action") or ""
         found.append(
             {
                 "index": index,
                 "bus": gpu.get("id", ""),
-                "corrected": sum(n for tag, n in counts if "_correctable" in tag),
+                "name": gpu.findtext("product_name") or "",
+                "corrected": sum(n for tag, n in counts if "_correctable" in tag)
+                + _number(gpu.findtext(old.format("single"))),
+                "uncorrected": sum(n for tag, n in counts if "_uncorrectable" in tag)
+                + _number(gpu.findtext(old.format("double"))),
                 "repair_pending": "Yes" in pages
                 or gpu.findtext("remapped_rows/remapped_row_pending") == "Yes",
                 "repair_failed": gpu.findtext("remapped_rows/remapped_row_failure") == "Yes",
                 "width": _number((gpu.findtext(width.format("current")) or "").rstrip("x")),
                 "most_width": _number((gpu.findtext(width.format("max")) or "").rstrip("x")),
                 "held_down_by": sorted(set(_reasons(gpu))),
+                "action": "" if action in ("None", "N/A") else action,
             }
         )
     return found

@@ -26,6 +26,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.programs.busy import BusyProcesses
 from hvd_elastic.programs.hardware import read_hardware
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.programs.usable import usable_cores, usable_memory
@@ -35,7 +36,6 @@ SIOCGIFADDR = 0x8915
 RESOLVE_S = 3.0
 GPU_FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used",
-    "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
 # Maximum number of files of code that are compared.
 MOST_FILES = 2000
@@ -209,6 +209,7 @@ def gpus() -> dict[str, Any]:
 
 def main() -> None:
     """Read the request and write the answer."""
+    busy = BusyProcesses()
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
     temporary = tempfile.gettempdir()
     folders = dict.fromkeys(["~", temporary, *request["folders"]])
@@ -237,5 +238,6 @@ def main() -> None:
         **gpus(),
         "hardware": read_hardware(),
         "cpus": usable_cores(),
+        "busy": busy.find(),
     }
     sys.stdout.write(json.dumps(answer))

@@ -22,6 +22,7 @@ class JobRecord:
         command: its command as a user would type it.
         min_np, max_np: fewest and most slots; ``max_np`` None: no limit.
         deadline: when it should be finished [Unix s]; None: no deadline.
+        hosts: list of the hosts that it might have when it was submitted; empty: all.
         submitted_s: when it was submitted, after the first event of the cluster [s].
         started_s: when it began to run first [s]; None: it has not.
         ended_s: when it ended [s]; None: it has not.
@@ -41,6 +42,7 @@ class JobRecord:
     max_np: int | None
     deadline: float | None
     submitted_s: float
+    hosts: str = ""
     started_s: float | None = None
     ended_s: float | None = None
     status: str = "queued"
@@ -286,6 +288,7 @@ def _submitted(key: str, record: Mapping[str, Any], at_s: float) -> JobRecord:
         None if most is None else int(most),
         _number(record.get("deadline")),
         at_s,
+        _text(record, "hosts"),
     )
 
 

@@ -179,6 +179,7 @@ class RunSummary:
         size: number of processes that train now; 0 after the end.
         hosts: last known hostfile, ``(host, slots)``.
         draining: its drained hosts, by name.
+        faults: faults of the hardware of its hosts, by name.
         attempts: how often a leader was started (1 + resumes).
         began_s: when the newest of them began, after the start of the run [s].
         series: metrics over time, by name.
@@ -223,6 +224,7 @@ class RunSummary:
     began_s: float = 0.0
     hosts: list[tuple[str, int]] = field(default_factory=list)
     draining: dict[str, Draining] = field(default_factory=dict)
+    faults: dict[str, list[str]] = field(default_factory=dict)
     waiting: str = ""
     cut_off: str = ""
     rescales: list[Rescale] = field(default_factory=list)
@@ -382,6 +384,12 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
         case ev.HostsChanged():
             _change_hosts(run, event.hosts)
             run.prices |= event.prices
+        case ev.HostFaults(host=host, faults=faults):
+            run.faults.pop(host, None)
+            if faults:
+                run.faults[host] = [fault.text for fault in faults]
+                text = f"host {host}: {'; '.join(run.faults[host])}"
+                run.warnings.append(TimedEvent(at_s, "warning", text))
         case ev.HostDraining(host=host, cause=cause, leave_in_s=leave_in_s):
             before = run.draining.get(host)
             # A preemption notice does not cancel the user's request to drain the host.
@@ -493,6 +501,7 @@ def _change_hosts(run: RunSummary, hosts: list[ev.HostSlots]) -> None:
     run.hosts = hosts
     names = {name for name, _ in hosts}
     run.draining = {name: found for name, found in run.draining.items() if name in names}
+    run.faults = {name: found for name, found in run.faults.items() if name in names}
 
 
 def _begin_rescale(run: RunSummary, event: ev.RescaleStarted, at_s: float) -> None:

@@ -165,6 +165,9 @@ def _words(event: ev.ReadEvent) -> tuple[str, str] | None:
             return f"hosts are now: {named}", "note"
         case ev.HostLost(host=host, cause=cause):
             return f"host {host} lost: {cause}", "bad"
+        case ev.HostFaults(host=host, faults=faults):
+            text = f"host {host}: {'; '.join(each.text for each in faults)}"
+            return (text, "bad") if faults else None
         case ev.HostDraining(host=host, cause=cause, leave_in_s=leave_in_s):
             when = "" if leave_in_s is None else f", it has {duration_words(leave_in_s)}"
             return f"host {host} is being drained ({cause}){when}", "change"
@@ -477,6 +480,7 @@ def status_rows(
         ("shares", summary.shares),
         ("pinned", " ".join(summary.pinned)),
         *(("draining", text) for text in draining),
+        *(("hardware", f"{host}: {'; '.join(found)}") for host, found in summary.faults.items()),
         ("rescales", rescale_words(summary) if trains else ""),
         ("decision", decided[-1] if decided else ""),
         ("missed", summary.missed),

@@ -140,6 +140,8 @@ def _state(
     if not trains:
         lost = [gone for gone in summary.left if gone.host == name and gone.local_rank is None]
         return ("lost", "bad") if lost else ("not used", "")
+    if name in summary.faults:
+        return "unhealthy", "bad"
     if name in slow:
         return f"slow: {slow[name]:.1f} x", "bad"
     return "trains", "good"

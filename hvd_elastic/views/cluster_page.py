@@ -6,15 +6,16 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.jobs.job import Job
 from hvd_elastic.jobs.place import ClusterFolder, list_clusters, open_cluster
-from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.jobs.rights import ClusterEvents, open_queue
 from hvd_elastic.records.cluster import (
     ClusterSummary,
     Hold,
@@ -22,7 +23,6 @@ from hvd_elastic.records.cluster import (
     JobRecord,
     summarize_cluster,
 )
-from hvd_elastic.records.json_lines import Follower, decode_record, iter_records
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
@@ -57,17 +57,18 @@ def write_cluster_report(name: str | None, out: Path | None = None) -> tuple[Pat
 
     Args:
         name: name of the cluster; None: see :func:`open_cluster`.
-        out: path of the report; None: ``report.html`` in the cluster's folder.
+        out: path of the report; None: ``report.html`` in the cluster's folder, or in that of this
+            user's keeper if the cluster is another user's.
 
     Raises:
         RunError: there is no such cluster, it has no jobs yet, or ``out`` cannot be written.
     """
     folder = open_cluster(name)
-    folder.check_own("the report")
-    summary = summarize_cluster(iter_records(folder.events), folder.name)
+    summary = summarize_cluster(ClusterEvents(folder), folder.name)
     if not summary.jobs:
         raise RunError(f"cluster {summary.name} has had no jobs yet, so there is nothing to report")
-    path = folder.path / "report.html" if out is None else out
+    path = (folder.keeper if folder.is_others else folder.path) / "report.html"
+    path = path if out is None else out
     write_page(path, render_cluster(summary))
     return path, summary
 
@@ -105,7 +106,7 @@ def cluster_parts(
     """
     now_s = summary.duration_s if now_s is None else now_s
     return {
-        "picture": _picture(summary, now_s, most_bars, since_s),
+        "picture": slots_picture(summary, now_s, most_bars=most_bars, since_s=since_s),
         "jobs": _job_table(summary, now_s, linked or {}),
         "decisions": _decision_table(summary),
     }
@@ -150,7 +151,31 @@ class _Lanes:
         return found
 
 
-def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: float) -> str:
+Piece = tuple[float, float, str]
+"""Part of a bar: begin and end [s], and what gives it its colour: attributes of its element."""
+
+
+def slots_picture(
+    summary: ClusterSummary,
+    now_s: float,
+    *,
+    most_bars: int = _MOST_BARS,
+    since_s: float = 0.0,
+    pieces: Callable[[Hold], Sequence[Piece]] | None = None,
+    words: str = "a colour for each job",
+) -> str:
+    """Return the section with who held which slots over time as HTML.
+
+    Args:
+        pieces: parts of a bar; None: one, in the colour of its job.
+        words: what the colours mean.
+    """
+    if pieces is None:
+
+        def pieces(hold: Hold) -> Sequence[Piece]:
+            color = f'fill="{job_color(summary.jobs[hold.job])}"'
+            return [(hold.begin_s, hold.end_s, color)]
+
     holds = sorted(summary.all_holds(now_s), key=lambda hold: (hold.begin_s, hold.host, hold.job))
     shown = [hold for hold in holds if hold.end_s > since_s and hold.end_s > hold.begin_s]
     if not shown:
@@ -175,13 +200,15 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
         job = summary.jobs[hold.job]
         told = f"{job.name}: {count(hold.slots, 'slot')} on {hold.host}"
         told += f" for {duration_words(hold.end_s - hold.begin_s)}"
-        for lowest, number in lanes[hold.host].place_bar(hold):
-            bars.append(
-                f'<rect fill="{job_color(job)}" x="{x(hold.begin_s):.1f}" '
-                f'y="{height * (bottom[hold.host] + lowest) / total:.1f}" '
-                f'width="{x(hold.end_s) - x(hold.begin_s):.1f}" '
-                f'height="{height * number / total:.1f}"><title>{escape(told)}</title></rect>'
-            )
+        places = lanes[hold.host].place_bar(hold)
+        bars += [
+            f'<rect {color} x="{x(begin_at):.1f}" '
+            f'y="{height * (bottom[hold.host] + lowest) / total:.1f}" '
+            f'width="{x(end_at) - x(begin_at):.1f}" '
+            f'height="{height * number / total:.1f}"><title>{escape(told)}</title></rect>'
+            for lowest, number in places
+            for begin_at, end_at, color in pieces(hold)
+        ]
     edges = [
         f'<path class="edge" d="M0 {height * at / total:.1f}H{_WIDTH}"/>'
         for at in list(bottom.values())[1:]
@@ -191,7 +218,7 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
         for at_s, told in _marks(summary, begin_s)
     ]
     of_hosts = f"Slots of {count(len(slots), 'host')} over {duration_words(whole_s)}"
-    label = f"{of_hosts}, a colour for each job"
+    label = f"{of_hosts}, {words}"
     used = sum(hold.slots * (hold.end_s - max(hold.begin_s, begin_s)) for hold in shown)
     names = list(slots)
     bands = f"; a band for each host, from {names[0]} to {names[-1]}" if len(names) > 1 else ""
@@ -358,7 +385,7 @@ class LiveClusters:
     def render(self) -> str:
         """Return the pictures and tables of all clusters that have had jobs, as HTML."""
         with self._lock:
-            folders = [each for each in list_clusters() if not each.is_others]
+            folders = list_clusters()
             live = [self._known.setdefault(each.name, _LiveCluster(each)) for each in folders]
             return "".join(each.render() for each in live)
 
@@ -366,15 +393,15 @@ class LiveClusters:
 class _LiveCluster:
     def __init__(self, folder: ClusterFolder) -> None:
         self._folder = folder
-        self._follower = Follower(folder.events, decode_record)
+        self._events = ClusterEvents(folder)
         self._summary = ClusterSummary(folder.name)
         self._rendered: tuple[object, str] = (None, "")
 
     def render(self) -> str:
         """Return the picture and tables as HTML; empty before the first job."""
         summary = self._summary
-        while records := self._follower.poll():
-            for record in records:
+        with contextlib.suppress(RunError):  # a daemon of another user is not there
+            for record in self._events:
                 summary.take_event(record)
         if not summary.jobs or summary.started is None:
             return ""
@@ -391,13 +418,13 @@ class _LiveCluster:
     def _read_reasons(self) -> Mapping[str, str]:
         """Return why the jobs that are shown run or wait: that changes without an event."""
         shown = [job for job in shown_jobs(self._summary) if job.status in ("queued", "running")]
-        found = {}
+        found: Mapping[int, Job] = {}
         with contextlib.suppress(RunError):  # a queue that cannot be read says so to its own verbs
-            store = JobStore.read_only(self._folder.database)
-            with contextlib.closing(store):
-                found = store.reasons([int(job.job) for job in shown])
+            with contextlib.closing(open_queue(self._folder)) as store:
+                found = store.jobs([int(job.job) for job in shown])
         for job in shown:
-            job.reason = found.get(int(job.job), job.reason)
+            if int(job.job) in found:
+                job.reason = found[int(job.job)].reason
         return {job.job: job.reason for job in shown}
 
     def _render(self, now_s: float, *, alive: bool) -> str:

@@ -18,6 +18,7 @@ from hvd_elastic.run_events import (
     BatchPlan,
     Checkpoint,
     ExampleSkipped,
+    Fault,
     HostSample,
     Metrics,
     RescaleFinished,
@@ -29,7 +30,7 @@ from hvd_elastic.run_events import (
 )
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -742,6 +743,12 @@ class HostSampled(_FromAgent, tag="host_sample"):
     sample: HostSample
 
 
+class HardwareJudged(_FromAgent, tag="hardware"):
+    """The faults of the hardware of the host, when that has changed."""
+
+    faults: list[Fault]
+
+
 class AgentWarning(_FromAgent, tag="warning"):
     """A problem on the host that does not stop training."""
 
@@ -798,6 +805,7 @@ AgentToLeader = (
     | EntryAdded
     | Notice
     | HostSampled
+    | HardwareJudged
     | AgentWarning
     | WorkerSaid
     | PastReading

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -13,20 +12,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.process_lock import is_locked
 from hvd_elastic.virtual import VirtualCluster, accounts, netns
-from tests.paths import LIMIT_S
+from tests.dist.jobs import audit_of, write_script
+from tests.paths import COSTLY, LIMIT_S, LITTLE_WORK
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_NAMESPACES = netns.why_no_namespaces()
-TOKEN = "s3cret-of-bob"
+TOKEN = "s3cret-of-"
+"""Beginning of a variable that each user has in the environment."""
 
 pytestmark = [
     pytest.mark.dist,
@@ -48,7 +49,8 @@ class Lab:
 
     def __init__(self, cluster: VirtualCluster, folder: Path, python: Path) -> None:
         self.cluster, self.folder, self.python = cluster, folder, python
-        self.ada, self.bob, self.eve = cluster.users
+        self.users = cluster.users
+        self.ada = self.users[0]
         self.place = folder / "queue"
 
     def as_user(self, user: str, *words: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -66,17 +68,20 @@ class Lab:
         assert done.returncode == 0, (user, words, done.stdout, done.stderr)
         return done.stdout
 
-    def up(self) -> None:
+    def up(self, **more: str) -> None:
         where = ("--group", self.cluster.name, "--place", self.place)
-        self.done(self.ada, "up", "hostfile", *where, "--detach")
+        how = ("--policy", "equal", "--operators", self.users[2], "--detach")
+        self.done(self.ada, "up", "hostfile", *where, *how, **more)
 
-    def submit(self, user: str, line: str, *options: object, **more: str) -> int:
-        words = ("--json", "--plain", "--python", self.python, *options, "--", "sh", "-c", line)
-        return int(json.loads(self.done(user, "submit", *words, **more))["jobs"][0])
+    def submit(self, user: str, *words: object, **more: str) -> int:
+        return int(json.loads(self.done(user, "submit", "--json", *words, **more))["jobs"][0])
 
-    def job(self, number: int, user: str) -> dict[str, Any]:
-        jobs = json.loads(self.done(user, "queue", "--all", "--json"))
-        return next(job for job in jobs if job["job"] == number)
+    def jobs(self, user: str) -> dict[int, dict[str, Any]]:
+        found = json.loads(self.done(user, "queue", "--all", "--json"))
+        return {job["job"]: job for job in found}
+
+    def run(self, number: int, user: str) -> Path:
+        return Path(f"/home/{user}/.hvd_elastic/runs", self.jobs(user)[number]["run_id"])
 
     def processes(self, *users: str) -> list[psutil.Process]:
         """Processes of accounts that run this package, here and on the hosts."""
@@ -94,27 +99,34 @@ def keeper_of(user: str) -> Path:
     return found
 
 
+def pid_in(lock: Path) -> int:
+    return int(json.loads(lock.read_text())["pid"])
+
+
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # accounts may not enter pytest's
     folder.chmod(0o755)
     name = f"vca{os.getpid()}"
-    users = [f"{name}{letter}" for letter in "abe"]
-    python = folder / "python"
-    packages = next(Path(each) for each in sys.path if each.endswith("site-packages"))
-    python.write_text(
-        f"#!/bin/sh\nexport PYTHONPATH={shlex.quote(f'{ROOT}:{packages}')}\n"
-        f'exec {_interpreter(packages)} "$@"\n'
-    )
-    python.chmod(0o755)
+    users = [f"{name}{letter}" for letter in "abcdef"]
     try:
-        with VirtualCluster.up(2, 1, name=name, users=users, shares=[folder]) as cluster:
+        python = make_python(folder / "venv")
+        with VirtualCluster.up(2, 3, name=name, users=users, shares=[folder]) as cluster:
             made = Lab(cluster, folder, python)
             shutil.chown(folder, made.ada, cluster.name)
             yield made
     finally:
         shutil.rmtree(folder)
+
+
+def make_python(folder: Path) -> Path:
+    """Make an environment that other accounts can use, with this checkout and its packages."""
+    packages = next(Path(each) for each in sys.path if each.endswith("site-packages"))
+    subprocess.run([_interpreter(packages), "-m", "venv", "--without-pip", folder], check=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "here.pth").write_text(f"{ROOT}\n{packages}\n")
+    return folder / "bin" / "python"
 
 
 def _interpreter(packages: Path) -> str:
@@ -130,8 +142,38 @@ def _interpreter(packages: Path) -> str:
     pytest.skip("no interpreter that other accounts may run has these packages")
 
 
-def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab: Lab) -> None:
-    ada, bob, eve = lab.ada, lab.bob, lab.eve
+ATTACK = """
+import json, sys
+from pathlib import Path
+from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.jobs import job as asks
+from hvd_elastic.jobs.place import open_cluster
+from hvd_elastic.jobs.server import ask_daemon
+
+numbers, paths = json.loads(sys.argv[1])
+place, done, requests = open_cluster(None), [], []
+for n in numbers:
+    requests += [asks.Cancel([n], "x"), asks.Hold([n], "x"), asks.Requeue([n], {})]
+    requests += [asks.Release([n]), asks.SetPriority([n], 9.0), asks.Down(False), asks.Pause("x")]
+    requests += [asks.DrainHost("h1", "x", "x", 0.0), asks.UndrainHost("h1", "x")]
+for request in requests:
+    try:
+        done.append(f"{request}: {ask_daemon(place, request).message}")
+    except HvdElasticError as error:
+        if "is that of user" not in str(error):
+            done.append(f"{request}: {error}")
+for path in map(Path, paths):
+    try:
+        done.append(f"{path}: {[*path.iterdir()] if path.is_dir() else path.read_bytes()}")
+    except PermissionError:
+        pass
+print(json.dumps(done))
+"""
+"""Tries to change the cluster and jobs of others, and to read files; prints what could be done."""
+
+
+def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: Lab) -> None:
+    ada, bob, cyd, dan, eve, fay = lab.users
     lab.place.mkdir()
     shutil.chown(lab.place, ada)
     lab.place.chmod(0o777)
@@ -141,76 +183,212 @@ def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab
     assert "you are not in it" in lab.call(ada, *where, "root").stderr
     lab.place.chmod(0o700)
     lab.up()
-    cluster = ("--cluster", lab.place)
-    out = f"cat ~/private; id -un; echo $TOKEN; while [ ! -e {lab.folder}/go ]; do sleep 0.1; done"
-    lab.as_user(bob, "sh", "-c", "umask 077; echo file-of-bob > private")
-    of_bob = lab.submit(bob, out, *cluster, "--name", "one", TOKEN=TOKEN)
-    of_eve = lab.submit(eve, out, *cluster, "--name", "two")  # later commands know the cluster
-    until(lambda: lab.job(of_bob, eve)["status"] == "running", "bob's job runs")
-    until(lambda: lab.job(of_eve, eve)["status"] == "running", "eve's job runs")
-    run = Path(f"/home/{bob}/.hvd_elastic/runs") / lab.job(of_bob, bob)["run_id"]
+    cluster = ("--cluster", lab.place)  # later commands know it
+    waits = f"while [ ! -e {lab.folder}/go ]; do sleep 0.1; done"
+    numbers = {}
+    for user in lab.users:
+        lab.as_user(user, "sh", "-c", f"umask 077; echo file-of-{user} > private")
+        called = ("--private",) if user == fay else ("--name", f"of-{user}")
+        line = f"cat ~/private; id -un; echo $TOKEN words-of-{user}; {waits}"
+        tell = ("--notify", "exec >> ~/told; cat; id -un; echo $TOKEN") if user == bob else ()
+        words = ("--plain", *cluster, *called, *tell, "--", "sh", "-c", line)
+        numbers[user] = lab.submit(user, *words, TOKEN=TOKEN + user)
 
-    def log() -> str:
-        return "".join(path.read_text() for path in (run / "logs").iterdir())
+    def running(user: str) -> set[int]:
+        return {n for n, job in lab.jobs(user).items() if job["status"] == "running"}
 
-    until(lambda: TOKEN in log(), "the job has its user's environment")
-    assert "file-of-bob" in log()
-    assert bob in log(), "and is its user's on the host"
+    until(lambda: running(ada) == {*numbers.values()}, "all six run")
+    runs = {user: lab.run(numbers[user], user) for user in lab.users}
 
-    # Neither another user nor the daemon's sees what is bob's: the kernel refuses it.
-    leader = json.loads((run / "leader.lock").read_text())["pid"]
-    for user in (ada, eve):
-        for path in (f"/proc/{leader}/environ", run / "run.json", f"/home/{bob}/{accounts.KEY}"):
-            assert "Permission denied" in lab.as_user(user, "cat", path).stderr
-    for path in ("queue.sqlite", "daemon.log", "events.jsonl", "hostfiles/x", "daemon.lock"):
-        assert "Permission denied" in lab.as_user(eve, "cat", lab.place / path).stderr
-    files = [*lab.place.rglob("*"), *Path(f"/home/{ada}").rglob("*")]
+    def log(user: str) -> str:
+        return "".join(path.read_text() for path in (runs[user] / "logs").glob("*"))
+
+    until(lambda: all(TOKEN + user in log(user) for user in lab.users), "each its environment")
+    for user in lab.users:
+        assert f"file-of-{user}" in log(user), "and is its user's on the host"
+
+    # Neither another member nor the daemon's user sees or changes what is not theirs.
+    secret: dict[str, list[object]] = {}
+    for user, run in runs.items():
+        home, leader = Path("/home", user), pid_in(run / "leader.lock")
+        secret[user] = [f"/proc/{leader}/environ", home / "private", home / accounts.KEY]
+        secret[user] += [run / name for name in ("run.json", "logs", "leader.log")]
+        if user == ada:
+            names = ("queue.sqlite", "daemon.log", "events.jsonl", "hostfiles/x", "daemon.lock")
+            secret[user] += [lab.place / name for name in names]
+        else:
+            secret[user].append(f"/proc/{pid_in(keeper_of(user))}/environ")
+            secret[user].append(keeper_of(user).parent / "jobs")
+    for user in lab.users:
+        others = [other for other in lab.users if other != user]
+        changes = [] if user in (ada, cyd) else [numbers[other] for other in others]
+        paths = [str(path) for other in others for path in secret[other]]
+        done = lab.as_user(user, lab.python, "-c", ATTACK, json.dumps([changes, paths]))
+        assert (done.returncode, done.stdout) == (0, "[]\n"), (user, done.stdout, done.stderr)
+    files = [*lab.place.rglob("*"), *Path("/home", ada).rglob("*")]
     known = b"".join(path.read_bytes() for path in files if path.is_file())
-    assert b"one-1-" in known
-    assert TOKEN.encode() not in known
-    assert b"~/private" not in known
-    seen = lab.job(of_bob, eve)
-    assert (seen["user"], seen["command"], seen["name"]) == (bob, ["sh"], "one")
-    for request in (("cancel", of_bob), ("requeue", of_bob), ("priority", of_bob, "--to", "9")):
-        refused = lab.call(eve, *request)
-        assert refused.returncode != 0
-        assert f"is that of user {bob}" in refused.stderr
-    assert lab.call(eve, "down").returncode != 0
-    assert "is for the user of its daemon" in lab.call(eve, "history").stderr
-    assert lab.job(of_bob, bob)["status"] == "running"
+    assert f"of-{bob}-".encode() in known
+    for what in (TOKEN + bob, f"words-of-{bob}", "~/told", f"of-{fay}"):
+        assert what.encode() not in known, "the daemon's user"
+    seen = lab.jobs(eve)
+    told = [
+        (seen[numbers[user]]["name"], seen[numbers[user]]["command"]) for user in (ada, bob, fay)
+    ]
+    assert told == [(f"of-{ada}", ["sh"]), (f"of-{bob}", ["sh"]), ("private", [])]
+    assert lab.jobs(fay)[numbers[fay]]["command"][:2] == ["sh", "-c"], "whole for its user"
+    assert f"is that of user {bob}" in lab.call(eve, "logs", numbers[bob]).stderr
+    past = json.loads(lab.done(eve, "history", "--json"))
+    assert {job["job"]: job["user"] for job in past} == {n: user for user, n in numbers.items()}
     stranger = lab.folder / "nobody"
     stranger.mkdir()
     shutil.chown(stranger, "nobody")
     refused = lab.call("nobody", "queue", *cluster, HVD_ELASTIC_HOME=str(stranger))
     assert "belongs to another user" in refused.stderr, "who is not in the group"
 
-    def has_succeeded(number: int) -> bool:
-        return bool(lab.job(number, eve)["status"] == "succeeded")
+    # The daemon is killed ten times and a keeper once; an operator does not need its user.
+    for _ in range(10):
+        os.kill(pid_in(lab.place / "daemon.lock"), signal.SIGKILL)
+        lab.up()
+    os.kill(pid_in(keeper_of(eve)), signal.SIGKILL)
+    lab.done(cyd, "cancel", numbers[eve])
+    until(lambda: lab.jobs(cyd)[numbers[eve]]["status"] == "cancelled", "her leader starts another")
+    held = lab.jobs(ada)
+    assert {held[n]["attempts"] for n in numbers.values()} == {1}
+    assert running(ada) == {*numbers.values()} - {numbers[eve]}
+    later = lab.submit(dan, "--plain", "--", "true")
+    until(lambda: lab.jobs(dan)[later]["status"] == "succeeded", "it has the slot that is free")
+    until(lambda: not is_locked(keeper_of(eve)), "her keeper ends with her last job")
 
-    # Keeper, daemon, and the whole machine.
-    for lock in (keeper_of(eve), lab.place / "daemon.lock"):
-        os.kill(json.loads(lock.read_text())["pid"], signal.SIGKILL)
-    lab.up()
-    waits = lab.submit(eve, "true", "--name", "three")  # its keeper finds her other job
-    until(lambda: lab.job(of_eve, eve)["slots"] == 1, "the job keeps its slots")
-    assert [lab.job(each, eve)["attempts"] for each in (of_bob, of_eve)] == [1, 1]
-    lab.done(bob, "cancel", of_bob)
-    until(lambda: lab.job(of_bob, bob)["status"] == "cancelled", "bob's job ends")
-    until(lambda: has_succeeded(waits), "the one that waited has the slot")
-    until(lambda: not is_locked(keeper_of(bob)), "bob's keeper ends with his last job")
-    for process in lab.processes(ada, eve):
+    # The machine's reboot.
+    for process in lab.processes(*lab.users):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     lab.up()
-    assert lab.job(of_eve, eve)["status"] == "running"
-    last = lab.submit(eve, "true")
-    lost = lab.submit(eve, "true", "--hold")
-    kept = (keeper_of(eve).parent / "jobs").iterdir()
+    lost = lab.submit(dan, "--plain", "--hold", "--", "true")
+    kept = (keeper_of(dan).parent / "jobs").iterdir()
     max(kept, key=lambda path: path.stat().st_mtime).unlink()
-    lab.done(eve, "release", lost)
-    until(lambda: lab.job(lost, eve)["status"] == "failed", "nobody knows what to run")
-    assert "Submit the job again" in lab.job(lost, eve)["message"]
+    lab.done(dan, "release", lost)
+    until(lambda: lab.jobs(dan)[lost]["status"] == "failed", "nobody knows what to run")
+    assert "Submit the job again" in lab.jobs(dan)[lost]["message"]
+    assert not lab.jobs(bob)[lost]["message"]
+    for user in (cyd, fay):  # bob has looked already
+        lab.done(user, "queue")
+    until(lambda: running(ada) == {*numbers.values()} - {numbers[eve]}, "all go on")
     (lab.folder / "go").touch()
-    for number in (of_eve, last):
-        until(partial(has_succeeded, number), "all end")
-    assert lab.job(of_eve, eve)["attempts"] == 2
+    until(lambda: not running(ada), "all end")
+    past_jobs = lab.jobs(ada)
+    ended = [past_jobs[n] for user, n in numbers.items() if user != eve]
+    assert {(job["status"], job["attempts"]) for job in ended} == {("succeeded", 2)}
+
+    def told_bob() -> list[str]:
+        return Path("/home", bob, "told").read_text().splitlines()[-3:]
+
+    until(lambda: '"job_finished"' in told_bob()[0], "bob is told")
+    assert told_bob()[1:] == [bob, TOKEN + bob], "in his account and environment"
+
+    # One account's training leaves a host for another account's job, and has it back.
+    hostfile = Path("/home", ada, "hostfile")
+    hostfile.write_text(hostfile.read_text().replace("slots=3", "slots=1"))
+    stop, end = lab.folder / "stop", lab.folder / "end"
+    script = (lab.python, write_script(lab.folder), "--until", stop, "--step-time", 0.05)
+    trains = lab.submit(bob, "--name", "trains", "--audit", "--", *script, **LITTLE_WORK)
+    run = lab.run(trains, bob)
+
+    def size() -> int:
+        found = [
+            event for event in read_records(run / "events.jsonl") if event["kind"] == "metrics"
+        ]
+        return int(found[-1]["size"]) if found else 0
+
+    until(lambda: size() == 2, "it trains on both hosts")
+    line = f"while [ ! -e {end} ]; do sleep 0.1; done"
+    other = lab.submit(dan, "--plain", "--", "sh", "-c", line)
+    until(lambda: size() == 1 and other in running(dan), "it gives one of them up")
+    end.touch()
+    until(lambda: size() == 2, "it has both again")
+    stop.touch()
+    until(lambda: lab.jobs(bob)[trains]["status"] == "succeeded", "it ends")
+    assert audit_of(run).ok, "each example once in each epoch"
+
+
+class Managers:
+    """Managers of systemd of accounts, in a mount namespace where systemd is what runs."""
+
+    PROGRAM = Path("/lib/systemd/systemd")
+    _BEGIN = """
+    mount --make-rprivate / && mount -t tmpfs none /run/systemd && mkdir /run/systemd/system &&
+    umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 9
+    mkdir -p /sys/fs/cgroup/$1 && echo $$ > /sys/fs/cgroup/$1/cgroup.procs
+    chown -R $1 /sys/fs/cgroup/$1
+    exec setpriv --reuid $1 --regid $1 --init-groups --reset-env \
+        env XDG_RUNTIME_DIR=$2 SYSTEMD_LOG_TARGET=console $3 --user
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+        Path("/run/systemd").mkdir(exist_ok=True)
+
+    def runtime(self, user: str) -> Path:
+        return self._folder / f"runtime-of-{user}"
+
+    def start(self, user: str) -> None:
+        runtime = self.runtime(user)
+        shutil.rmtree(runtime, ignore_errors=True)
+        runtime.mkdir(mode=0o700)
+        shutil.chown(runtime, user)
+        words = ["sh", "-c", self._BEGIN, "sh", user, str(runtime), str(self.PROGRAM)]
+        with (self._folder / f"manager-of-{user}").open("ab") as log:
+            process = subprocess.Popen(["unshare", "--mount", "--cgroup", *words], stderr=log)
+        self._running.append(process)
+
+        def is_up() -> bool:
+            if process.poll() is not None:
+                pytest.skip(f"no manager of systemd can run here: {process.returncode}")
+            return (runtime / "systemd" / "private").exists()
+
+        until(is_up, "the manager is up")
+
+    def kill(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+        self._running.clear()
+
+
+@COSTLY
+@pytest.mark.skipif(not Managers.PROGRAM.exists(), reason="there is no systemd")
+def test_the_managers_of_systemd_start_daemon_and_keeper_after_a_reboot(lab: Lab) -> None:
+    ada, bob = lab.users[:2]
+    managers = Managers(lab.folder)
+
+    def units(user: str) -> list[Path]:
+        return [*Path("/home", user, ".config/systemd/user").glob("hvd-elastic-*.service")]
+
+    try:
+        for user in (ada, bob):
+            managers.start(user)
+        lab.up(XDG_RUNTIME_DIR=str(managers.runtime(ada)))
+        waits = f"while [ ! -e {lab.folder}/go ]; do sleep 0.1; done"
+        words = ("--plain", "--cluster", lab.place, "--", "sh", "-c", waits)
+        number = lab.submit(bob, *words, XDG_RUNTIME_DIR=str(managers.runtime(bob)))
+        until(lambda: lab.jobs(bob)[number]["status"] == "running", "it runs")
+        assert [len(units(user)) for user in (ada, bob)] == [1, 1]
+        managers.kill()
+        for process in lab.processes(ada, bob):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for user in (ada, bob):
+            managers.start(user)
+
+        def is_led_again() -> bool:
+            done = lab.call(ada, "queue", "--json")
+            return done.returncode == 0 and json.loads(done.stdout)[0]["attempts"] == 2
+
+        until(is_led_again, "daemon and keeper are back without a command")
+        (lab.folder / "go").touch()
+        until(lambda: not units(bob), "a keeper without jobs does not come back")
+        lab.done(ada, "down")
+        assert not units(ada)
+    finally:
+        managers.kill()

@@ -170,14 +170,20 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
     _refuses_mistakes(local)
 
 
-def test_nothing_is_lost_at_a_time_limit_and_by_a_drain(local: Cluster, tmp_path: Path) -> None:
+def test_nothing_is_lost_at_a_time_limit(local: Cluster, tmp_path: Path) -> None:
     script, go = write_script(tmp_path), tmp_path / "go"
     train = ("--audit", "--", "python", script, "--step-time", "0.02", "--until", go)
-    number = local.submit("--time", "8s", "--retries", "3", *train)
+    tell = ("--notify", "cat >> told")
+    number = local.submit("--time", "8s", "--retries", "3", *tell, *train)
     until(lambda: local.job(number)["status"] == "failed", "it is at its time limit")
     ended = local.job(number)
     assert ended["message"].startswith("time limit of 8.0 s: hvd-elastic requeue")
     assert ended["attempts"] == 1
+    told = tmp_path / "told"
+    until(lambda: told.read_text().count("\n") == 2, "its user is told of both")
+    near, over = map(json.loads, told.read_text().splitlines())
+    assert (near["kind"], over["status"]) == ("time_limit_near", "failed")
+    assert 0 <= near["left_s"] <= 0.8
     go.touch()
     for _ in range(10):  # on a slow machine its time is over before it has begun to train
         local.call("requeue", number)
@@ -185,23 +191,6 @@ def test_nothing_is_lost_at_a_time_limit_and_by_a_drain(local: Cluster, tmp_path
             break
     assert local.job(number)["status"] == "succeeded"
     assert audit_of(tmp_path / "runs" / ended["run_id"]).ok
-
-    go.unlink()
-    number = local.submit(*train)
-    run_id = local.job(number)["run_id"]
-    until(lambda: local.events("metrics", run_id), "it trains")
-    status, shown = in_terminal(
-        tmp_path, ["shell", f"{number}.0"], b"echo $((6 * 7)) $PWD; exit 5\n"
-    )
-    assert status == 5, shown
-    assert f"42 {tmp_path}" in shown
-    local.call("drain", "localhost", "--reason", "a test")
-    assert local.states() == ["drained"]
-    assert local.job(number)["status"] == "queued"
-    local.call("undrain", "localhost")
-    go.touch()
-    local.call("wait", number)
-    assert audit_of(tmp_path / "runs" / run_id).ok
 
 
 def in_terminal(home: Path, arguments: Sequence[object], keys: bytes) -> tuple[int, str]:

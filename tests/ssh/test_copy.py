@@ -44,18 +44,27 @@ def test_everything_arrives_as_it_was(bed: Bed, source: Path) -> None:
     (source / "read-only" / "file").chmod(0o444)
     (source / "link").symlink_to("a b")
     (source / "dangling").symlink_to("/nowhere/ü")
+    os.link(source / "large", source / "again")
+    with (source / "disk").open("wb") as disk:
+        disk.truncate(30 * MB)
+        disk.write(b"boot")
+    os.setxattr(source / "large", "user.kind", b"large")
     os.mkfifo(source / "pipe")
     os.utime(source / "a b", ns=(1_234_567_890_123_456_789, 1_234_567_890_123_456_789))
     (source / "read-only").chmod(0o555)
-    result = bed(str(source), "/data/")
+    result = bed("-HSX", str(source), "/data/")
     assert result.status == 0, result.errors
     assert "pipe: neither file, folder nor link" in result.errors
     (source / "pipe").unlink()
     os.utime(source, (1, 1))
-    assert bed(f"{source}/", "/data/set/").status == 0
+    assert bed("-HSX", f"{source}/", "/data/set/").status == 0
     wanted = describe(source)
     for number in range(HOSTS):
-        assert describe(bed.data(number) / "set") == wanted
+        there = bed.data(number) / "set"
+        assert describe(there) == wanted
+        assert (there / "large").samefile(there / "again")
+        assert (there / "disk").stat().st_blocks * 512 < MB
+        assert os.getxattr(there / "large", "user.kind") == b"large"
 
     # Nothing differs: nothing is sent. Then one host lacks one file.
     assert bed(str(source), "/data/")["files"] == [0] * HOSTS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import fcntl
 import json
 import os
 import pty
@@ -11,8 +13,11 @@ import secrets
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -302,21 +307,60 @@ def test_each_host_has_an_input_of_its_own(tools: Tools, tmp_path: Path) -> None
         assert message in result.stderr
 
 
-def test_a_command_has_the_terminal(tools: Tools) -> None:
-    command = "test -t 0 && read line && echo got:$line && exit 3"
-    argv = tools.argv("runclust", str(tools.hostfile), "--hosts", "node1", "--pty", command)
+def set_lines(terminal: int, lines: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", lines, 101, 0, 0))
+
+
+def in_terminal(
+    tools: Tools, host: str, command: str, answers: Mapping[bytes, bytes | int]
+) -> tuple[int, bytes]:
+    """Run a command with a terminal of 33 lines; return its status and output.
+
+    ``answers``: what is typed when a text is shown, or the number of lines from then on.
+    """
+    argv = tools.argv("runclust", str(tools.hostfile), "--hosts", host, "--pty", command)
     pid, terminal = pty.fork()
     if pid == 0:
+        set_lines(0, 33)
         os.environ.update(tools.environment)
         os.execv(argv[0], argv)
-    os.write(terminal, b"words\n")
-    shown = b""
+    waiting, shown = dict(answers), b""
     with contextlib.suppress(OSError):
         while data := os.read(terminal, 4096):
             shown += data
+            for text in [text for text in waiting if text in shown]:
+                answer = waiting.pop(text)
+                if isinstance(answer, int):
+                    set_lines(terminal, answer)
+                else:
+                    os.write(terminal, answer)
+    os.close(terminal)
     _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 3, shown
+    return os.waitstatus_to_exitcode(status), shown
+
+
+@pytest.mark.parametrize("host", ["node1", pytest.param("localhost", marks=COSTLY)])
+def test_a_command_has_the_terminal(tools: Tools, host: str, tmp_path: Path) -> None:
+    if host == "localhost":
+        (tmp_path / "hosts").write_text("localhost\n")
+        tools = copy.copy(tools)
+        tools.hostfile = tmp_path / "hosts"
+    command = (
+        "test -t 0 && stty size && read line && echo got:$line; trap 'echo caught' INT; "
+        "trap 'stty size; exit 3' WINCH; echo ready; while :; do sleep 0.1; done"
+    )
+    answers: dict[bytes, bytes | int] = {b"33 101": b"words\n", b"ready": b"\x03", b"caught": 44}
+    status, shown = in_terminal(tools, host, command, answers)
     assert b"got:words" in shown
+    assert b"44 101" in shown, shown
+    assert status == 3
+    assert in_terminal(tools, host, "kill -9 $$", {})[0] == 128 + signal.SIGKILL
+    if ALL:
+        status, _ = in_terminal(tools, host, "echo ready; exec sleep 600", {b"ready": b"\x03"})
+        assert status == 128 + signal.SIGINT
+
+
+def test_a_terminal_is_for_one_host_and_a_plain_command(tools: Tools) -> None:
     for arguments, message in [
         (("--hosts", "node1", "--pty", "true"), "are no terminal here"),
         (("--pty", "true"), "--pty is for one host, not 8"),

@@ -21,7 +21,7 @@ LEVELS = (
     {"script", "data"},
     {"torch", "tensorflow"},
     {"keras", "lightning", "transformers"},
-    {"tools", "jobs", "virtual", "views", "sim", "install"},
+    {"tools", "jobs", "search", "virtual", "views", "sim", "install"},
     {"engines"},
     {"bench", "cli"} | {"cluster", "ray", "spark"},
 )

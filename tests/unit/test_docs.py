@@ -63,6 +63,8 @@ def command_lines(text: str) -> Iterator[str]:
 def split_command(line: str) -> tuple[str, list[str]]:
     """The full name of the command in a line, and the words after it."""
     words = shlex.split(line, comments=True)
+    if re.match(r"hvd-elastic search (--[a-z]|\S+\.py)", line):
+        words.insert(2, "start")  # which may be left out
     name, rest = words[0], words[1:]
     while name in GROUPS and rest and not rest[0].startswith("-"):
         name, rest = f"{name} {rest[0]}", rest[1:]

@@ -104,6 +104,8 @@ from hvd_elastic.tools.copy.copying import copy_to_hosts
 from hvd_elastic.tools.check.health import CheckSettings, check_cluster
 from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.cluster.kill import Target, kill_run  # its name for users
+from hvd_elastic.tools.kill import Target as SameTarget
+assert Target is SameTarget, "a second copy of the module"
 from hvd_elastic.hosts.ssh import SshOptions
 hosts = parse_hosts("localhost", "text").hosts
 source, there = sys.argv[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from hvd_elastic.cli.cluster.install import (
 )
 from hvd_elastic.cli.options import command, option
 from hvd_elastic.cli.output import print_json_line
-from hvd_elastic.errors import UsageError
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.tools.check.health import HostHealth, Level
@@ -58,7 +59,8 @@ def check(
     """Report for every host what would break a run on it, and what to do about it.
 
     Checks connection, Python, packages, code, CUDA, GPUs, folders, memory, limits, clock, names,
-    interfaces and stray processes; then whether hosts reach one another, and how fast.
+    interfaces, stray processes, and who uses hosts of a cluster without a job there; then whether
+    hosts reach one another, and how fast.
 
     For example:
 
@@ -80,6 +82,7 @@ def check(
         network,
         chosen.fanout,
         gpus,
+        _users_of_hosts(),
     )
     if bootstrap:
         bootstrap_hosts(chosen, yes)
@@ -93,6 +96,21 @@ def check(
             show_health(result, printer, chosen.verbose)
     show_links(found.links, printer, chosen.as_json)
     conclude(chosen, found.hosts, printer, time.monotonic() - started)
+
+
+def _users_of_hosts() -> dict[str, list[str]]:
+    """Return who has jobs on the hosts of the clusters that this user knows and that are up."""
+    from hvd_elastic.jobs.job import Hosts
+    from hvd_elastic.jobs.place import list_clusters
+    from hvd_elastic.jobs.server import ask_daemon
+
+    found: dict[str, list[str]] = {}
+    for place in list_clusters():
+        with contextlib.suppress(RunError):
+            if place.daemon_alive():
+                rows = ask_daemon(place, Hosts()).data
+                found |= {row["host"]: row["users"] for row in rows if "users" in row}
+    return found
 
 
 @command(HostOptions, but=["only_hosts", "exclude_hosts", "dry_run", "identity"])

@@ -50,6 +50,11 @@ def copy(
             metavar="PATTERN",
         ),
     ] = None,
+    hard_links: Annotated[
+        bool, option("Keep that a file has several names.", "--hard-links", "-H")
+    ] = False,
+    sparse: Annotated[bool, option("Make holes of zeros.", "--sparse", "-S")] = False,
+    xattrs: Annotated[bool, option("Keep extended attributes.", "--xattrs", "-X")] = False,
     checksum: Annotated[bool, option("Compare contents, not size and time.", "--checksum")] = False,
     bwlimit: Annotated[
         float, number_option("Most that each host sends; 0: no limit.", "--bwlimit", metavar="MB/S")
@@ -101,12 +106,15 @@ def copy(
 
       copyclust hosts digits/ /data/digits/ --from gpu07 --bwlimit 50
 
+      copyclust hosts -H -S -X images/ /var/lib/images/
+
       copyclust hosts '~/job/train.log' logs --from-each
 
       copyclust hosts --pull 'aws s3 sync s3://bucket/set {dst}' /data/set
 
       copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
     """
+    from hvd_elastic.programs.copy.tree import Keeps
     from hvd_elastic.tools.copy.copying import CopySettings, copy_to_hosts
 
     if not places[0]:
@@ -127,15 +135,21 @@ def copy(
         plain=plain,
         compress=compress,
         bytes_per_s=bwlimit * 1e6,
+        keeps=Keeps(hard_links, sparse, xattrs),
         shard=shard,
         dry_run=chosen.dry_run,
         fanout=chosen.fanout,
     )
+    if hard_links and shard:
+        raise UsageError("--hard-links does not go with --shard: a host may lack the first name")
     if from_each:
         given = {
             "--delete": delete,
             "--exclude": exclude,
             "--include": include,
+            "--hard-links": hard_links,
+            "--sparse": sparse,
+            "--xattrs": xattrs,
             "--checksum": checksum,
             "--bwlimit": bwlimit,
             "--plain": plain,
@@ -247,7 +261,15 @@ def _read_pull(
 
     if len(places) != 1:
         raise UsageError("with --pull give DST alone; the command says where the files come from")
-    given = {"--checksum": settings.checksum, "--shard": settings.shard, "--from": source_host}
+    keeps = settings.keeps
+    given = {
+        "--checksum": settings.checksum,
+        "--shard": settings.shard,
+        "--from": source_host,
+        "--hard-links": keeps.hard_links,
+        "--sparse": keeps.sparse,
+        "--xattrs": keeps.attributes,
+    }
     for name, value in given.items():
         if value not in (None, False):
             raise UsageError(f"{name} does not go with --pull; leave it out")

@@ -224,8 +224,8 @@ def uninstall(
     only: Annotated[
         list[str] | None,
         option(
-            "environment, cache or runs (with checkpoints); may be repeated (default: the "
-            "first two).",
+            "environment, cache or runs (with checkpoints); may be repeated (default: "
+            "environment).",
             "--only",
             metavar="PART",
         ),
@@ -235,14 +235,14 @@ def uninstall(
     """List what hvd_elastic has on every host (without a hostfile: here), with --yes remove it.
 
     These are the environment that `install` has brought to this path, the cache folder with
-    Horovod's wheels, and the folder of runs, which is removed only by --only runs. What is in use
-    stays.
+    Horovod's wheels, which all environments of the user share, and the folder of runs. The last
+    two are removed only by --only cache and --only runs. What is in use stays.
 
     For example:
 
       hvd-elastic uninstall hosts
 
-      hvd-elastic uninstall hosts --only environment --yes
+      hvd-elastic uninstall hosts --only environment --only cache --yes
     """
     from hvd_elastic.tools.installing import own_environment
     from hvd_elastic.tools.installing import uninstall as remove_from_hosts
@@ -250,7 +250,7 @@ def uninstall(
     for name in only or ():
         if name not in PARTS:
             raise UsageError(f"--only {name}: there is no such part; give {', '.join(PARTS)}")
-    names = only or PARTS[:2]
+    names = only or PARTS[:1]
     prefix = ""
     with contextlib.suppress(UsageError):  # the system's Python is nothing to remove
         prefix = own_environment().prefix
@@ -262,6 +262,8 @@ def uninstall(
             state = f"stays: {each['stays']}"
         elif each["name"] not in names:
             state = f"stays, unless you give --only {each['name']}"
+            if each["name"] == "cache":
+                state += "; all environments of this user share it"
         return f"{each['name']}  {each['path']}  {bytes_words(each['bytes'])}  {state}"
 
     def shown() -> Iterator[HostResult[list[dict[str, Any]]]]:

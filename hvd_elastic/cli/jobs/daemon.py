@@ -6,14 +6,14 @@ import contextlib
 import functools
 import getpass
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option
+from hvd_elastic.cli.jobs.units import remove_unit, write_unit
+from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option, parse_duration
 from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
@@ -49,6 +49,18 @@ def up(
     notify: Annotated[
         str | None,
         option("run for events, with each as JSON on its input", "--notify", metavar="COMMAND"),
+    ] = None,
+    drain_unhealthy: Annotated[
+        str | None,
+        option(
+            "drain hosts whose hardware has faults: failed, or warning (also those that may fail)",
+            "--drain-unhealthy",
+            metavar="LEVEL",
+        ),
+    ] = None,
+    notify_held: Annotated[
+        str | None,
+        option("tell too of jobs held for, such as 1d", "--notify-held", metavar="TIME"),
     ] = None,
     group: Annotated[
         str | None, option("group whose members may use the cluster; needs --place", "--group")
@@ -92,6 +104,16 @@ def up(
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
     if notify is not None and not notify.strip():
         raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
+    if drain_unhealthy not in (None, "failed", "warning"):
+        raise UsageError(f"--drain-unhealthy is failed or warning, not {drain_unhealthy!r}")
+    if drain_unhealthy and place is not None:
+        raise UsageError(
+            "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
+            "make faults up. hvd-elastic hosts shows them, and --notify tells of them"
+        )
+    if notify is None and notify_held is not None:
+        raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+    held_s = None if notify_held is None else parse_duration("--notify-held", notify_held)
     parse_hostfile(hostfile)  # an error is told before anything is made
     if (group is None) != (place is None):
         raise UsageError("a group shares a cluster in a folder: give --group and --place")
@@ -118,12 +140,24 @@ def up(
         OperatorState(folder.operator_state).pause(getpass.getuser() if pause else "")
     config = ssh_config_for(hostfile, ssh_config)
     serve = functools.partial(
-        _serve, folder, hostfile, config, POLICIES[policy], chosen, notify or ""
+        _serve,
+        *(folder, hostfile, config, POLICIES[policy], chosen),
+        *((notify or "", held_s), drain_unhealthy or ""),
     )
     on_up = functools.partial(_tell_up, folder, hostfile, as_json)
     if detach:
         begin_in_background("daemon", folder.log, serve)
         on_up()
+        if group is not None:
+            words = [sys.executable, "-m", "hvd_elastic.cli.app", "up", str(hostfile.absolute())]
+            words += ["--group", group, "--place", str(folder.path), "--policy", policy]
+            for name, value in {
+                "operators": operators,
+                "notify": notify,
+                "ssh-config": config,
+            }.items():
+                words += [f"--{name}", value] if value else []
+            write_unit(folder, "daemon", words)
     else:
         serve(on_up)
 
@@ -134,7 +168,8 @@ def _serve(
     config: str | None,
     policy: Policy,
     operators: Collection[int],
-    notify: str,
+    notify: tuple[str, float | None],
+    drains: str,
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
@@ -144,7 +179,10 @@ def _serve(
     with place.lock():
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
-        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators, notify)
+        daemon = Daemon(
+            *(place, hostfile, config, begin_leader, policy, operators),
+            *(notify[0], drains, notify[1]),
+        )
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()
@@ -225,6 +263,7 @@ def down(
 
     place = open_cluster(cluster)
     answer = ask_daemon(place, Down(leave_jobs))
+    remove_unit(place, "daemon")
     if not as_json:
         print(answer.message, flush=True)
     wait_until(
@@ -326,33 +365,6 @@ def undrain(
 
 def _answer(answer: Answer, as_json: bool) -> None:
     print(json.dumps({"ok": True, "message": answer.message}) if as_json else answer.message)
-
-
-def start_keeper(place: ClusterFolder) -> None:
-    """Start this user's keeper for the cluster of another user's daemon.
-
-    Raises:
-        typer.Exit: it could not begin; the reason was printed.
-    """
-    from hvd_elastic.cli.runs.run import begin_leader
-    from hvd_elastic.jobs.keeper import Keeper
-    from hvd_elastic.jobs.secrets import JobSecrets
-    from hvd_elastic.own_files import private_folder
-    from hvd_elastic.records.process_lock import take_lock
-
-    def work(begun: Callable[[], None]) -> int:
-        lock = take_lock(place.keeper / "lock")
-        begun()
-        if lock is None:  # another one is there, and about to reach the daemon
-            return 0
-        with lock:
-            lock.truncate(0)
-            lock.write(json.dumps({"pid": os.getpid()}).encode())
-            Keeper(begin_leader, JobSecrets(place)).keep(place)
-        return 0
-
-    private_folder(place.keeper.parent)
-    begin_in_background("keeper", private_folder(place.keeper) / "keeper.log", work)
 
 
 def warn_of_no_daemon(place: ClusterFolder) -> None:

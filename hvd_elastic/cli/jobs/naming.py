@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.jobs.job import Job
 from hvd_elastic.jobs.place import ClusterFolder, likely_clusters
+from hvd_elastic.own_files import user_words
 from hvd_elastic.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -78,9 +80,19 @@ def run_of_job(words: str) -> RunFolder | None:
     Raises:
         RunError: it has not begun, or several are meant.
     """
-    jobs = _jobs_named(words)
-    need_one(words, [job.run_id for job in jobs])
-    for job in jobs:
+    named = _jobs_named(words)
+    own = [(place, job) for place, job in named if is_own(place, job)]
+    named = own or named
+    need_one(words, [job.run_id for _, job in named])
+    for place, job in named:
+        if not own:
+            uid = job.request.user
+            owner = user_words(place.path.stat().st_uid if uid is None else uid)
+            raise RunError(
+                f"job {job.number} ({job.run_id}) is that of {owner}, and its logs, run folder "
+                f"and processes are for that user alone. What others see: hvd-elastic why "
+                f"{job.number} --cluster {place.name}"
+            )
         if not job.attempts:
             raise RunError(
                 f"job {job.number} ({job.run_id}) has not begun to run; see: hvd-elastic why "
@@ -124,14 +136,19 @@ def source_of(words: str) -> str:
     return words if run is None else str(run.path)
 
 
-def _jobs_named(words: str) -> list[Job]:
+def is_own(place: ClusterFolder, job: Job) -> bool:
+    """Return whether a job of a cluster is this user's."""
+    return job.request.user == (os.getuid() if place.is_others else None)
+
+
+def _jobs_named(words: str) -> list[tuple[ClusterFolder, Job]]:
     from hvd_elastic.jobs.rights import open_queue  # takes time, and most words are run ids
 
-    found = []
+    found: list[tuple[ClusterFolder, Job]] = []
     for place in likely_clusters():
         with contextlib.suppress(RunError):  # a queue that cannot be read says so to its own verbs
             store = open_queue(place)
             with contextlib.closing(store):
                 jobs = store.find(words)
-                found += submitted_last(jobs) if jobs else []
+                found += [(place, job) for job in submitted_last(jobs)] if jobs else []
     return found

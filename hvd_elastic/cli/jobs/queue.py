@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption, start_keeper, warn_of_no_daemon
-from hvd_elastic.cli.jobs.naming import find_numbers, need_one, submitted_last
+from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
+from hvd_elastic.cli.jobs.naming import find_numbers, is_own, need_one, submitted_last
 from hvd_elastic.cli.options import AsJson, argument, option, parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import RunError, UsageError
@@ -112,10 +112,14 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
         )
         yield _cut(line.rstrip(), columns)
         reason = job.message or _reason(job)
-        command = _cut(shlex.join(job.request.words), columns and _COMMAND_COLUMNS)
+        command = _cut(_command(job), columns and _COMMAND_COLUMNS)
         if job.request.user is not None:
             command = f"{user_name(job.request.user)}: {command}"
         yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
+
+
+def _command(job: Job) -> str:
+    return shlex.join(job.request.words) or "(private)"
 
 
 def _status(job: Job) -> str:
@@ -158,6 +162,7 @@ def job_fields(job: Job) -> dict[str, Any]:
         "max_np": request.max_np,
         "deadline": request.deadline,
         "time_limit_s": request.time_limit_s,
+        "asked_hosts": request.wish.words or None,
         "after": [f"{each.outcome}:{each.job}" for each in request.after],
         "array_index": request.array_index,
         "attempts": job.attempts,
@@ -194,24 +199,26 @@ def why(
         print_json(job_fields(found))
         return
     awaited = store.statuses([each.job for each in found.request.after]).values()
-    for label, value in why_rows(found, any(status.active for status in awaited), time.time()):
+    awaits, own = any(status.active for status in awaited), is_own(place, found)
+    for label, value in why_rows(found, awaits, time.time(), is_own=own):
         print(f"{label:<10} {value}")
     if not place.daemon_alive():
         print(f"{'daemon':<10} none: nothing is decided until hvd-elastic up")
 
 
-def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
+def why_rows(job: Job, awaits: bool, now: float, *, is_own: bool = True) -> list[tuple[str, str]]:
     """Return what is known of a job: label and text of each row.
 
     Args:
         awaits: whether a job that it is to start after goes on.
+        is_own: whether it is this user's, so that more can be looked at.
         now: present time [Unix s].
     """
     request = job.request
     rows = [("job", f"{job.number} ({job.run_id}), {_status(job)}")]
     if request.user is not None:
         rows.append(("user", user_name(request.user)))
-    rows.append(("command", shlex.join(request.words)))
+    rows.append(("command", _command(job)))
     if job.reason:
         rows.append(("reason", _reason(job)))
     if job.message:
@@ -251,12 +258,14 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
         if job.status.active:
             left_s = max(0.0, request.time_limit_s - job.run_s(now))
             limits += f" ({duration_words(left_s)} left)"
+    if hosts := request.wish.words:
+        limits += f", {hosts}"
     rows.append(("asked", limits))
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))
     if job.attempts > 1:
         rows.append(("attempts", attempts_words(job.attempts, job.failures, request.retries)))
-    if job.attempts:
+    if job.attempts and is_own:
         rows.append(("more", f"hvd-elastic status {job.run_id}, logs, attach, report"))
     return rows
 
@@ -386,7 +395,7 @@ def _ask(place: ClusterFolder, request: Any, as_json: bool) -> None:
 
     answer = ask_daemon(place, request)
     if answer.needs_keeper:
-        start_keeper(place)
+        _start_keeper(place)
     if as_json:
         print(json.dumps({"ok": True, "message": answer.message, "jobs": answer.jobs}))
     else:
@@ -395,7 +404,13 @@ def _ask(place: ClusterFolder, request: Any, as_json: bool) -> None:
 
 def _open(cluster: str | None) -> tuple[ClusterFolder, JobStore]:
     place = open_cluster(cluster)
-    return place, open_queue(place)
+    return place, open_queue(place, lambda: _start_keeper(place))
+
+
+def _start_keeper(place: ClusterFolder) -> None:
+    from hvd_elastic.cli.jobs.keeper import start_keeper
+
+    start_keeper(place)
 
 
 def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]:

@@ -24,7 +24,7 @@ from hvd_elastic.cli.options import (
     whole_number_option,
 )
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.errors import UsageError, raise_together
+from hvd_elastic.errors import HostfileError, UsageError, raise_together
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.job import JobRequest
@@ -35,6 +35,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
 _NUMBERS = re.compile(r"\d+(-\d+)?")
 _UNSUITABLE = re.compile(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+")
 _MOST_JOBS = 100_000
+_PRIVATE = "private"
+"""Name of a job whose user hides its name."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,43 @@ class SubmitOptions(RunOptions):
     retries: Annotated[
         int, whole_number_option("how often to try again if it fails", "--retries", least=0)
     ] = 0
+    only_hosts: Annotated[
+        str | None,
+        option("hosts that it may have, such as gpu[1-4] or @LABEL", "--hosts", metavar="LIST"),
+    ] = None
+    exclude_hosts: Annotated[
+        str | None,
+        option(
+            "hosts that it may not have, as --hosts",
+            "--exclude",
+            "--exclude-hosts",
+            "-x",
+            metavar="LIST",
+        ),
+    ] = None
+    labels: Annotated[
+        str | None,
+        option("labels of the hostfile that its hosts have, all of them", metavar="LABEL,…"),
+    ] = None
+    gpu_memory: Annotated[
+        float | None,
+        number_option("least memory of its GPUs", "--gpu-memory", above=True, metavar="GB"),
+    ] = None
+    notify: Annotated[
+        str | None,
+        option(
+            "run for events of the job, with each as JSON on its input",
+            "--notify",
+            metavar="COMMAND",
+        ),
+    ] = None
+    notify_held: Annotated[
+        str | None,
+        option("tell too when it is held for, such as 30m", "--notify-held", metavar="TIME"),
+    ] = None
+    private: Annotated[
+        bool, option("hide its name and command from other users of the cluster", "--private")
+    ] = False
     hold: Annotated[bool, option("do not start it before hvd-elastic release", "--hold")] = False
     cluster: ClusterOption = None
     as_json: AsJson = False
@@ -96,17 +135,20 @@ class SubmitOptions(RunOptions):
 
     def check(self) -> None:
         """Check all options; see :meth:`RunOptions.check`."""
-        raise_together(self._check_size, self._check_name, super().check)
+        raise_together(
+            self._check_size, self._check_name, self._check_hosts, self._check_notify, super().check
+        )
 
     def request(self, place: ClusterFolder) -> JobRequest:
         """Return what is asked of the daemon of a cluster."""
+        from hvd_elastic.jobs.host_wish import HostWish
         from hvd_elastic.jobs.job import JobKind, JobRequest
 
         deadline = self.deadline
         fixed_np = 1 if self.plain else self.np
         return JobRequest(
-            name=self.name or _name_of(self.command or []),
-            spec=asdict(self.spec()),
+            name=_PRIVATE if self.private else self.name or _name_of(self.command or []),
+            spec=asdict(self.spec()) | ({"notify": self.notify} if self.notify else {}),
             kind=JobKind("plain" if self.plain else "fixed" if self.fixed else "elastic"),
             min_np=fixed_np or self.min_np,
             max_np=fixed_np or self.max_np,
@@ -120,6 +162,17 @@ class SubmitOptions(RunOptions):
             retries=self.retries,
             hold=getpass.getuser() if self.hold else "",
             time_limit_s=None if self.time is None else parse_duration("--time", self.time),
+            wish=HostWish(
+                self.only_hosts or "",
+                self.exclude_hosts or "",
+                _parts_of(self.labels),
+                self.gpu_memory,
+            ),
+            notify=self.notify is not None,
+            notify_held_s=None
+            if self.notify_held is None
+            else parse_duration("--notify-held", self.notify_held),
+            private=self.private,
         )
 
     def _most_workers(self) -> int | None:
@@ -150,8 +203,31 @@ class SubmitOptions(RunOptions):
                 "--fixed and --plain"
             )
 
+    def _check_hosts(self) -> None:
+        from hvd_elastic.hosts.hostfile import expand_hosts
+
+        for flag, text in (("--hosts", self.only_hosts), ("--exclude", self.exclude_hosts)):
+            try:
+                if text is not None:
+                    expand_hosts(text, labels=True)
+            except HostfileError as error:
+                raise UsageError(f"{flag}: {error}") from None
+        if self.labels is not None and not _parts_of(self.labels):
+            raise UsageError("--labels is empty: give labels of the hostfile, such as a100")
+
+    def _check_notify(self) -> None:
+        if self.notify is not None and not self.notify.strip():
+            raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
+        if self.notify is None and self.notify_held is not None:
+            raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+
     def _check_name(self) -> None:
         name = self.name
+        if name is not None and self.private:
+            raise UsageError(
+                f"--private hides the name of a job, which is {_PRIVATE}-NUMBER then: leave --name "
+                "out"
+            )
         if name is not None and not _NAME.fullmatch(name):
             raise UsageError(
                 f"--name {name!r} is not valid: it has 1 to 50 of the characters A-Z a-z 0-9 . _ - "
@@ -163,14 +239,14 @@ class SubmitOptions(RunOptions):
             )
 
 
-_OF_THE_CLUSTER = (
+OF_THE_CLUSTER = (
     *("hostfile", "inside", "ssh_config", "mpi", "pin_hosts", "run_id", "resume", "detach"),
     *("policy", "goal"),
 )
 """Options of a run that choose its hosts, or what the daemon does for a job."""
 
 
-@command(SubmitOptions, but=_OF_THE_CLUSTER, pass_on=True)
+@command(SubmitOptions, but=OF_THE_CLUSTER, pass_on=True)
 def submit(options: SubmitOptions) -> None:
     """Put a job into the queue of a cluster. It runs as soon as there are slots for it.
 
@@ -187,7 +263,7 @@ def submit(options: SubmitOptions) -> None:
 
       hvd-elastic submit --plain --after ok:resnet -- python evaluate.py
     """
-    from hvd_elastic.cli.jobs.daemon import start_keeper
+    from hvd_elastic.cli.jobs.keeper import start_keeper
     from hvd_elastic.jobs.job import Submit
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.secrets import JobSecrets
@@ -212,6 +288,11 @@ def submit(options: SubmitOptions) -> None:
         print(run_id)
     first = answer.jobs[0]
     print(f"{answer.message}: hvd-elastic queue, hvd-elastic why {first}", file=sys.stderr)
+
+
+def _parts_of(text: str | None) -> tuple[str, ...]:
+    parts = (each.strip().removeprefix("@") for each in (text or "").split(","))
+    return (*dict.fromkeys(filter(None, parts)),)
 
 
 def _name_of(command: Sequence[str]) -> str:

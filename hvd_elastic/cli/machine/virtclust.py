@@ -28,6 +28,7 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import count, duration_words, unfiltered
 from hvd_elastic.frameworks import TORCH_REQUIREMENT
+from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.plan import parse_shape
 from hvd_elastic.virtual.processes import find_tool
@@ -51,6 +52,9 @@ _HowMany = Annotated[
     ),
 ]
 _HOST = typer.Argument(..., metavar="HOST", help="A host such as vc1-2, or its number.")
+_HOSTS = typer.Argument(
+    ..., metavar="HOST", help="A host such as vc1-2, its number, or @LABEL of the hostfile."
+)
 
 
 app = typer.Typer(
@@ -207,27 +211,33 @@ def _act(
     done: str,
     as_json: bool,
 ) -> None:
-    cluster, full_name = VirtualCluster.find_host(host, name)
-    action(cluster, full_name)
-    record = {"host": full_name, "status": cluster.status(full_name)}
-    _say(as_json, record, f"{full_name}: {done}")
+    if host.startswith("@"):
+        cluster = VirtualCluster.find(name)
+        names = [each.name for each in parse_hostfile(cluster.hostfile).choose(host)]
+    else:
+        cluster, full_name = VirtualCluster.find_host(host, name)
+        names = [full_name]
+    for each in names:
+        action(cluster, each)
+        record = {"host": each, "status": cluster.status(each)}
+        _say(as_json, record, f"{each}: {done}")
 
 
 @app.command(epilog="Example: virtclust cut vc1-2")
-def cut(host: str = _HOST, name: str | None = _NAME, as_json: AsJson = False) -> None:
+def cut(host: str = _HOSTS, name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Pull a host's cable: packets are lost without a word, connections stay open."""
     _act(host, name, lambda cluster, it: cluster.cut(it), "its cable is pulled", as_json)
 
 
 @app.command(epilog="Example: virtclust heal vc1-2")
-def heal(host: str = _HOST, name: str | None = _NAME, as_json: AsJson = False) -> None:
+def heal(host: str = _HOSTS, name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Plug a host's cable in again."""
     _act(host, name, lambda cluster, it: cluster.heal(it), "its cable is plugged in", as_json)
 
 
 @app.command(epilog="Examples: virtclust crash vc1-2    virtclust crash vc1-2 --silent")
 def crash(
-    host: str = _HOST,
+    host: str = _HOSTS,
     name: str | None = _NAME,
     silent: bool = typer.Option(
         False, "--silent", help="Peers see no closed connection, as when the power fails."
@@ -239,7 +249,7 @@ def crash(
 
 
 @app.command(epilog="Example: virtclust boot vc1-2")
-def boot(host: str = _HOST, name: str | None = _NAME, as_json: AsJson = False) -> None:
+def boot(host: str = _HOSTS, name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Start a crashed host again: same name, address, host key and /data; empty /tmp."""
     _act(host, name, lambda cluster, it: cluster.boot(it), "up", as_json)
 

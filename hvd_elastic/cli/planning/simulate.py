@@ -178,17 +178,16 @@ def simulate_past(
         UsageError: the policy is not known.
     """
     from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.rights import ClusterEvents
     from hvd_elastic.policy.schedule.policies import POLICIES
     from hvd_elastic.records.cluster import summarize_cluster
-    from hvd_elastic.records.json_lines import iter_records
     from hvd_elastic.sim.jobs.history import read_history, simulate_history
 
     if policy not in POLICIES:
         valid = ", ".join(POLICIES)
         raise UsageError(f"--policy {policy!r} is not known for --history; valid: {valid}")
     folder = open_cluster(name)
-    folder.check_own("the history")
-    cluster = summarize_cluster(iter_records(folder.events), folder.name)
+    cluster = summarize_cluster(ClusterEvents(folder), folder.name)
     history = read_history(cluster)
     hosts = [history.hosts_with(0), history.hosts_with(added_hosts)]
     outcomes = [

@@ -178,12 +178,17 @@ def lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> No
 
 
 def begin_leader(
-    spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resumed: bool
+    spec: RunSpec,
+    folder: RunFolder,
+    environment: Mapping[str, str],
+    resumed: bool,
+    beside: Callable[[], object] = lambda: None,
 ) -> int:
     """Fork a leader from a daemon; return its process id.
 
     Args:
         environment: environment of the leader, which passes it on to the workers.
+        beside: called in the leader before it leads.
     """
     home = os.environ.get("HVD_ELASTIC_HOME")
 
@@ -202,6 +207,7 @@ def begin_leader(
         os.environ.pop("COLUMNS", None)
         if home is not None:
             os.environ["HVD_ELASTIC_HOME"] = home
+        beside()
         return lead(spec, folder, resumed=resumed, as_json=False)
 
     return fork_with_log(folder.leader_log, work)

@@ -91,7 +91,7 @@ class RunOptions:
     input_hosts: Annotated[
         str | None,
         option(
-            "hosts, as in cpu[1-4], that read and transform the data for those that train",
+            "hosts, as in cpu[1-4],@LABEL, that read and transform the data for those that train",
             metavar="LIST",
         ),
     ] = None
@@ -311,8 +311,16 @@ class RunOptions:
     def _input_hosts(self) -> tuple[str, ...]:
         if self.input_hosts is None:
             return ()
+        found: dict[str, None] = {}
         try:
-            return tuple(dict.fromkeys(expand_hosts(self.input_hosts)))
+            for name in expand_hosts(self.input_hosts, labels=True):
+                if not name.startswith("@"):
+                    found[name] = None
+                elif (hosts := self.hosts()) is not None:
+                    found |= dict.fromkeys(host.name for host in hosts.choose(name))
+                else:
+                    raise HostfileError(f"{name} names hosts of a hostfile; give one (--hostfile)")
+            return (*found,)
         except HostfileError as error:
             raise UsageError(f"--input-hosts: {error}") from error
 

@@ -6,10 +6,11 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.control.commands import Member
+from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
@@ -190,6 +191,15 @@ class Agents:
                 agent.last_heard = min(agent.last_heard + gap_s, now)
             return None
         return {name: now - agent.last_heard for name, agent in self.by_host.items() if agent.up}
+
+    def drop_silent(
+        self, silence: Mapping[str, float], timeout_s: float
+    ) -> Iterator[tuple[str, str, float]]:
+        """Drop the hosts of :meth:`silence` that are lost; yield host, cause and silence [s]."""
+        for name, silent_s in silence.items():
+            if silent_s > timeout_s:
+                self.by_host.pop(name).drop()
+                yield name, f"no sign of life for {duration_words(silent_s)}", silent_s
 
     def leave(self, host: str) -> None:
         """Take ``host`` out of the run; its agent ends with :meth:`release`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.placement import Wish, mean_slowness, place_jobs
+from hvd_elastic.policy.schedule.room import Room
 
 
 def choose_options(
@@ -91,7 +92,8 @@ def decide(
 
     Maximises the sum over jobs of weight times speedup, less what a rescale costs. The weight
     combines priority, remaining time (or attained service) and deadline. No job waits while there
-    are slots for the minimum of all, and none loses its last slots if it may not be preempted.
+    are slots for the minimum of all, and none loses its last slots if it may not be preempted. Each
+    has slots of the hosts that it may have, and none waits for slots of those that are free.
 
     Args:
         jobs: jobs that run or wait.
@@ -101,41 +103,92 @@ def decide(
     Source: Sia, SOSP 2023 (integer program, discount of a restart); Tiresias, NSDI 2019 (attained
     service); Berg et al., SIGMETRICS 2020 (heSRPT: short jobs first, but not alone).
     """
-    cluster = _Cluster(hosts)
     # Of those that were submitted together, 9 is before 10.
     order = sorted(jobs, key=lambda job: (job.submitted_s, len(job.name), job.name))
-    scored = [_score(job, cluster, now, weights or Weights()) for job in order]
-    room = cluster.capacity - sum(job.min_slots for job in order)
-    room_of_kept = cluster.capacity - sum(job.min_slots for job in order if not job.preemptible)
-    for job, each in zip(order, scored, strict=True):
-        if room >= 0 or (room_of_kept >= 0 and not job.preemptible):
-            each.values[0] = -np.inf
-    chosen = choose_options(
-        [each.sizes for each in scored], [each.values for each in scored], cluster.capacity
-    )
+    room = Room.of({job.name: job for job in order}, hosts)
+    all_of_it = _Cluster(hosts)
+    parts = {
+        of_job: _Cluster([host for host in hosts if host.name in of_job])
+        for of_job in map(frozenset, room.limited.values())
+    }
+    clusters = {
+        job.name: parts[frozenset(room.limited[job.name])]
+        if job.name in room.limited
+        else all_of_it
+        for job in order
+    }
+    scored = [_score(job, clusters[job.name], now, weights or Weights()) for job in order]
+    chosen = _choose(scored, room)
     wishes = {
-        job.name: Wish(
-            int(each.sizes[index]),
-            job.held,
-            each.worth_of_slot(index),
+        each.job.name: Wish(
+            int(each.sizes[chosen[each.job.name]]),
+            each.job.held,
+            each.worth_of_slot(chosen[each.job.name]),
             each.lost,
-            job.movable,
-            job.occupied,
+            each.job.movable,
+            each.job.occupied,
+            each.job.hosts,
         )
-        for job, each, index in zip(order, scored, chosen, strict=True)
+        for each in scored
     }
     placed = place_jobs(wishes, hosts)
-    holders = [job for job in order if placed[job.name]]
-    used = sum(sum(slots.values()) for slots in placed.values())
     return {
         job.name: Assignment(
             placed[job.name],
-            _reason(job, placed[job.name], cluster)
+            _reason(job, placed[job.name], clusters[job.name])
             if placed[job.name]
-            else _why_waits(job, cluster, holders, used),
+            else _why_waits(job, clusters[job.name], order, placed),
         )
         for job in order
     }
+
+
+def _choose(scored: Sequence[_Scored], room: Room) -> dict[str, int]:
+    """Return the index of the option of each job.
+
+    As long as all jobs fit on the hosts that they may have, only the sum of their slots matters.
+    Where some do not, these get the best of their hosts, and the others the best of the rest: for
+    concave values the optimum (decomposition algorithm; Fujishige 1980, Groenevelt 1991).
+    """
+    least = {each.job.name: each.job.min_slots for each in scored}
+    kept = {each.job.name: each.job.min_slots for each in scored if not each.job.preemptible}
+    may_wait, may_stop = room.crowded(least), room.crowded(kept)
+    values = []
+    for each in scored:
+        name = each.job.name
+        worth = np.where(each.sizes <= room.capacity(name), each.values, -np.inf)
+        if name not in may_wait or (name in kept and name not in may_stop):
+            worth[0] = -np.inf
+        values.append(worth)
+    options = choose_options([each.sizes for each in scored], values, sum(room.slots.values()))
+    chosen = {each.job.name: index for each, index in zip(scored, options, strict=True)}
+    wanted = {each.job.name: int(each.sizes[chosen[each.job.name]]) for each in scored}
+    if crowded := room.crowded(wanted):
+        theirs = {host for job in crowded for host in room.limited[job]}
+        for is_theirs in (True, False):
+            part = Room(
+                {h: n for h, n in room.slots.items() if (h in theirs) == is_theirs}, room.limited
+            )
+            jobs = [each for each in scored if (each.job.name in crowded) == is_theirs]
+            chosen |= _choose(jobs, part)
+        _use_rest(scored, room, chosen)
+    return chosen
+
+
+def _use_rest(scored: Sequence[_Scored], room: Room, chosen: dict[str, int]) -> None:
+    """Give slots that are left to jobs that can use them, first to those that have none."""
+    wanted = {each.job.name: int(each.sizes[chosen[each.job.name]]) for each in scored}
+    if sum(wanted.values()) == sum(room.slots.values()):
+        return
+    for each in sorted(scored, key=lambda each: wanted[each.job.name] > 0):
+        name = each.job.name
+        for option in np.argsort(-each.values, kind="stable"):
+            size = int(each.sizes[option])
+            if each.values[option] <= each.values[chosen[name]] or size <= wanted[name]:
+                continue
+            if room.fits({**wanted, name: size}):
+                chosen[name], wanted[name] = int(option), size
+                break
 
 
 class _Cluster:
@@ -180,6 +233,7 @@ class _Scored:
         lost: part of the training that a rescale costs, with its present number of slots.
     """
 
+    job: Job
     sizes: np.ndarray
     values: np.ndarray
     gains: np.ndarray
@@ -208,7 +262,7 @@ def _score(job: Job, cluster: _Cluster, now: float, weights: Weights) -> _Scored
     values = gains + weight * _WAITING_LOSS * (sizes > 0)
     values = np.where(sizes == 0, 0.0, np.maximum(values, 1e-9))
     present = np.flatnonzero(keeps)
-    return _Scored(sizes, values, gains, float(lost[present[0] if present.size else -1]))
+    return _Scored(job, sizes, values, gains, float(lost[present[0] if present.size else -1]))
 
 
 def _sizes(job: Job, cluster: _Cluster) -> np.ndarray:
@@ -262,10 +316,15 @@ def _worth_of_deadline(
     return np.where(in_time, (_LATE - 1) * speedup[in_time].min(), 0.0)
 
 
-def _why_waits(job: Job, cluster: _Cluster, holders: Sequence[Job], used: int) -> str:
-    """Return why a job gets no slots; ``holders``: those that have some, ``used`` together."""
+def _why_waits(
+    job: Job, cluster: _Cluster, jobs: Sequence[Job], placed: Mapping[str, Allocation]
+) -> str:
+    """Return why a job gets no slots of the hosts that it may have."""
+    whose = "the cluster has" if job.hosts is None else "the hosts that it asks for have"
     if job.min_slots > cluster.capacity:
-        return f"waits: it needs {job.min_slots} slots, the cluster has {cluster.capacity}"
+        return f"waits: it needs {job.min_slots} slots, {whose} {cluster.capacity}"
+    holders = [each for each in jobs if placed[each.name].keys() & cluster.names]
+    used = sum(placed[each.name].get(host, 0) for each in holders for host in cluster.names)
     why = f"worth more to {count(len(holders), 'other job')}"
     if job.precedence is not None:
         before = [each.precedence for each in holders if (each.precedence or (0,)) < job.precedence]
@@ -274,9 +333,10 @@ def _why_waits(job: Job, cluster: _Cluster, holders: Sequence[Job], used: int) -
             earlier = {False: "that came earlier", True: "of higher priority"}
             those = " or ".join(earlier[is_higher] for is_higher in sorted(first, reverse=True))
             why = f"held by {count(len(holders), 'job')} {those}"
+    slots = "slots" if job.hosts is None else "slots of the hosts that it asks for"
     if used == cluster.capacity:
-        return f"waits: all {used} slots are {why}"
-    what = f"{used} of {cluster.capacity} slots {'is' if used == 1 else 'are'}"
+        return f"waits: all {used} {slots} are {why}"
+    what = f"{used} of {cluster.capacity} {slots} {'is' if used == 1 else 'are'}"
     return f"waits: {what} {why}, and it needs {job.min_slots}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.placement import Wish, place_jobs
+from hvd_elastic.policy.schedule.room import Room
 
 Policy = Callable[[Sequence[Job], Sequence[HostSlots], float], Mapping[str, Assignment]]
 """Jobs that run or wait, hosts that may be used and time [s] to the slots of each job."""
@@ -18,15 +19,18 @@ def first_come_first_served(
 ) -> Mapping[str, Assignment]:
     """Return the fewest slots of each job, in the order of submission, until one does not fit.
 
-    Jobs that run keep their slots, and are never changed.
+    Jobs that run keep their slots, and are never changed. Behind one that does not fit, nobody gets
+    slots of the hosts that it may have.
     """
-    left = sum(host.slots for host in hosts)
+    room = Room.of({job.name: job for job in jobs}, hosts)
     wanted: dict[str, int] = {}
+    kept_free: set[str] = set()
     for job in sorted(jobs, key=lambda job: (not job.slots, job.submitted_s)):
-        if job.min_slots > left:
-            break
-        wanted[job.name] = job.min_slots
-        left -= job.min_slots
+        own = room.limited.get(job.name, room.slots.keys())
+        if kept_free.isdisjoint(own) and room.fits({**wanted, job.name: job.min_slots}):
+            wanted[job.name] = job.min_slots
+        else:
+            kept_free.update(own)
     return place(jobs, hosts, wanted, "first come, first served")
 
 
@@ -34,21 +38,20 @@ def equal_shares(
     jobs: Sequence[Job], hosts: Sequence[HostSlots], _now: float
 ) -> Mapping[str, Assignment]:
     """Return the fewest slots of each job, and the rest one by one to the job with the fewest."""
-    left = sum(host.slots for host in hosts)
+    room = Room.of({job.name: job for job in jobs}, hosts)
     wanted: dict[str, int] = {}
     shares: list[tuple[int, int]] = []
     order = sorted(jobs, key=lambda job: (job.preemptible, job.submitted_s))
     for number, job in enumerate(order):
-        if job.min_slots <= left:
+        if room.fits({**wanted, job.name: job.min_slots}):
             wanted[job.name] = job.min_slots
-            left -= job.min_slots
             shares.append((job.min_slots, number))
     heapq.heapify(shares)
-    while left and shares:
+    while shares:
         slots, number = heapq.heappop(shares)
-        if slots < order[number].max_slots:
-            wanted[order[number].name] = slots + 1
-            left -= 1
+        more = {**wanted, order[number].name: slots + 1}
+        if slots < order[number].max_slots and room.fits(more):
+            wanted = more
             heapq.heappush(shares, (slots + 1, number))
     return place(jobs, hosts, wanted, "equal shares")
 
@@ -63,7 +66,11 @@ def place(
     """
     wishes = {
         job.name: Wish(
-            wanted.get(job.name, 0), job.held, movable=job.movable, occupied=job.occupied
+            wanted.get(job.name, 0),
+            job.held,
+            movable=job.movable,
+            occupied=job.occupied,
+            hosts=job.hosts,
         )
         for job in jobs
     }

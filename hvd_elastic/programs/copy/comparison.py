@@ -99,7 +99,9 @@ class Comparison:
         if not tree.is_folder:
             # Treat it as a tree of one entry: everything below expects a folder with names in it.
             root, name = os.path.split(place)
-            tree = tree._replace(files=[tree.files[0]._replace(path=decode(name))])
+            path = decode(name)
+            attributes = [(path, found) for _, found in tree.attributes]
+            tree = tree._replace(files=[tree.files[0]._replace(path=path)], attributes=attributes)
         self.tree = tree
         self.folders = Folders(root)
         self.deletes = deletes
@@ -150,8 +152,7 @@ class Comparison:
 
     def _find_extra(self, patterns: list[str]) -> None:
         expected: dict[str, set[str]] = {path: set() for path, _, _ in self.tree.folders}
-        paths = [file.path for file in self.tree.files] + [path for path, _, _ in self.tree.links]
-        for path in paths + [path for path, _, _ in self.tree.folders if path]:
+        for path in self.tree.paths + [path for path, _, _ in self.tree.folders if path]:
             folder, _, name = path.rpartition("/")
             expected[folder].add(name)
         for folder, names in expected.items():
@@ -209,8 +210,9 @@ class Comparison:
         """
         # An old file is freed when the new one is renamed over it. So at any time the space needed
         # in addition is at most the largest file and the files that wait for the next sync.
-        left = self.needed_bytes
-        largest = max((self.tree.files[index].size for index in self.needed), default=0)
+        stored = dict(self.tree.stored)
+        sizes = [stored.get(index, self.tree.files[index].size) for index in self.needed]
+        left, largest = sum(sizes), max(sizes, default=0)
         wanted = max(left - self._replaced_bytes, min(left, largest + SYNC_BYTES))
         check_free(self.folders.root, wanted - self._kept_bytes(), len(self.needed))
 

@@ -42,7 +42,7 @@ from hvd_elastic.programs.copy.frames import (
     unpack_payload,
 )
 from hvd_elastic.programs.copy.store import Gone, SharedError, SourceStore, Store, Target
-from hvd_elastic.programs.copy.tree import Tree, encode, read_tree, shown, walk
+from hvd_elastic.programs.copy.tree import Keeps, Tree, encode, read_tree, shown, walk
 
 # Interval of the progress reports.
 BEAT_S = 0.25
@@ -181,14 +181,14 @@ class Source(Node):
     def open_session(self) -> None:
         """Read the tree of files and send it."""
         root = os.path.expanduser(encode(self.config["place"]))
-        tree, skipped = walk(root, self.config["patterns"])
+        tree, skipped = walk(root, self.config["patterns"], Keeps(*self.config["keeps"]))
         self._source = SourceStore(root, tree)
         self.store = self._source
         self._asked: queue.Queue[tuple[str, list[int]]] = queue.Queue()
         threading.Thread(target=self._answer, daemon=True).start()
         self.say(
             "tree",
-            tree=pack([tree.is_folder, tree.files, tree.folders, tree.links]),
+            tree=pack(tree),
             files=len(tree.files),
             bytes=sum(file.size for file in tree.files),
             skipped=[shown(path) for path in skipped],
@@ -300,7 +300,8 @@ class Destination(Node):
         plan.check_room()
         if not self.config["dry_run"]:
             try:
-                self.store = self._target = Target(plan, self.config["copy"], self.trusts)
+                keeps = Keeps(*self.config["keeps"])
+                self.store = self._target = Target(plan, self.config["copy"], self.trusts, keeps)
             except SharedError:
                 self.say("shared")
                 return

@@ -249,8 +249,7 @@ class Pull:
         """Return the path of a file or link that another user may have put there; "": none."""
         if not self._folders.others_write():
             return ""
-        paths = [file.path for file in tree.files] + [path for path, _, _ in tree.links]
-        for path in paths:
+        for path in tree.paths:
             status = self._folders.status(path)
             if status is not None and is_foreign(status):
                 return path

@@ -6,6 +6,7 @@ passes on what it is still receiving, and any node can feed any other from any o
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import fcntl
@@ -16,6 +17,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
+from itertools import groupby
 from typing import Any
 
 from hvd_elastic.programs.copy.comparison import Comparison, StoreError, part_name
@@ -24,9 +26,12 @@ from hvd_elastic.programs.copy.renaming import Names, sync_disk
 from hvd_elastic.programs.copy.tree import (
     ANY,
     PARTS,
+    PLAIN,
     File,
     Folders,
+    Keeps,
     Tree,
+    attributes_of,
     encode,
     is_foreign,
     list_names,
@@ -37,6 +42,8 @@ from hvd_elastic.programs.copy.tree import (
 )
 from hvd_elastic.programs.file_hash import hash_of
 
+# Zeros of this length become a hole, if holes are kept: a block of most file systems.
+HOLE_BYTES = 4096
 # Size of the frames kept in memory for feeding.
 RECENT_BYTES = 8 << 20
 # Smaller partial files of an interrupted copy are not kept.
@@ -335,6 +342,7 @@ class Target(Store):
         plan: what is needed there.
         copy: identifier of the copy.
         trusts: whether a host's own file of the right size and time counts as the source's.
+        keeps: what is kept beside contents, modes and times.
 
     Attributes:
         received: bytes that have arrived.
@@ -347,8 +355,12 @@ class Target(Store):
         StoreError: another copy goes to the same destination, or it cannot be written.
     """
 
-    def __init__(self, plan: Comparison, copy: str, trusts: bool = False) -> None:
+    def __init__(
+        self, plan: Comparison, copy: str, trusts: bool = False, keeps: Keeps = PLAIN
+    ) -> None:
         super().__init__(plan.tree)
+        self._keeps = keeps
+        self._write = _write_sparse if keeps.sparse else _write_at
         self.digests = dict(plan.digests)
         self.unproved: list[int] = []
         self.received = 0
@@ -452,7 +464,7 @@ class Target(Store):
         if part.number < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             part.open(os.open(self._part(index), flags, 0o600, dir_fd=self._parts))
-        _write_all(part.number, data)
+        self._write(part.number, data, offset, self.tree.files[index].size)
         part.digest.update(data)
         with self.changed:
             part.have = offset + len(data)
@@ -497,7 +509,7 @@ class Target(Store):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         number = os.open(self._part(index), flags, file.mode | 0o200, dir_fd=self._parts)
         try:
-            _write_all(number, data)
+            self._write(number, data, 0, file.size)
             if file.mode & ~0o777 or not file.mode & 0o200:
                 os.fchmod(number, file.mode)  # mode bits that open() does not set
             os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
@@ -570,6 +582,16 @@ class Target(Store):
         for index in self._plan.touched:
             file = self.tree.files[index]
             attempt(file.path, self._touch, file)
+        for index, _ in self.tree.stored:
+            attempt(self.tree.files[index].path, self._check_holes, index)
+        folders = {path for path, _, _ in self.tree.folders}
+        missing = {self.tree.files[index].path for index in self.gone}
+        for path, told in self.tree.attributes:
+            if path not in missing:
+                attempt(path, self._set_attributes, path, told, path in folders)
+        for path, first in self.tree.same:
+            if first not in missing:
+                attempt(path, self._name_again, path, first)
         for path, to, mtime_ns in self.tree.links:
             attempt(path, self._link, path, to, mtime_ns)
         for path in self._plan.extra:
@@ -648,6 +670,52 @@ class Target(Store):
             os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
         finally:
             os.close(number)
+
+    def _check_holes(self, index: int) -> None:
+        """Raise OSError if a file that has holes in the source takes all of its space here."""
+        file = self.tree.files[index]
+        status = self._folders.status(file.path)
+        if status is not None and self._inodes[index] and status.st_blocks * 512 >= file.size:
+            raise OSError(errno.ENOTSUP, "its holes are not kept: the file system fills them")
+
+    def _set_attributes(self, path: str, told: dict[str, str], is_folder: bool) -> None:
+        """Give a file or folder the extended attributes of the source, and only those."""
+        wanted = {name: base64.b64decode(value) for name, value in told.items()}
+        folders = self._folders
+        number = os.dup(folders.folder(path)) if is_folder else folders.open_file(path)
+        try:
+            there = attributes_of(number)
+            if there == wanted:
+                return
+            mode = stat.S_IMODE(os.fstat(number).st_mode)
+            os.fchmod(number, mode | 0o200)  # else its owner may change none
+            try:
+                for name in there.keys() - wanted.keys():
+                    os.removexattr(number, name)
+                for name, value in wanted.items():
+                    if there.get(name) != value:
+                        _set_attribute(number, name, value)
+            finally:
+                os.fchmod(number, mode)
+        finally:
+            os.close(number)
+
+    def _name_again(self, path: str, first: str) -> None:
+        """Give a file a further name, in place of what has that name."""
+        wanted, there = self._folders.status(first), self._folders.status(path)
+        if wanted is None:
+            raise OSError(errno.ENOENT, f"{self._folders.shown(first)} is missing, its other name")
+        if there is not None and os.path.samestat(wanted, there):
+            return
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            if not self._plan.deletes:
+                raise OSError(errno.EISDIR, "a folder in the place of a file; give --delete")
+            self._folders.remove(path)
+        parent, name = self._folders.of(first)
+        temporary = b"name"
+        os.link(name, temporary, src_dir_fd=parent, dst_dir_fd=self._parts, follow_symlinks=False)
+        parent, name = self._folders.of(path)
+        os.rename(temporary, name, src_dir_fd=self._parts, dst_dir_fd=parent)
 
     def _link(self, path: str, to: str, mtime_ns: int) -> None:
         status = self._folders.status(path)
@@ -774,6 +842,34 @@ def _make_writable(folder: int) -> None:
     mode = stat.S_IMODE(os.fstat(folder).st_mode)
     if mode & 0o300 != 0o300:
         os.fchmod(folder, mode | 0o300)
+
+
+def _set_attribute(number: int, name: str, value: bytes) -> None:
+    try:
+        os.setxattr(number, name, value)
+    except OSError as error:
+        why = f"its attribute {name} is not kept: {error.strerror}"
+        raise OSError(error.errno, why) from None
+    except AttributeError:
+        raise OSError(errno.ENOTSUP, "this system has no extended attributes") from None
+
+
+def _write_at(number: int, data: bytes, offset: int, _size: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(number, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _write_sparse(number: int, data: bytes, offset: int, size: int) -> None:
+    """Write what is not zero, and make the file as long as if all was written."""
+    starts = range(0, len(data), HOLE_BYTES)
+    for is_zero, run in groupby(starts, lambda at: not data[at : at + HOLE_BYTES].strip(b"\0")):
+        first, *others = run
+        end = (others[-1] if others else first) + HOLE_BYTES
+        if not is_zero:
+            _write_at(number, data[first:end], offset + first, size)
+    os.ftruncate(number, offset + len(data))
 
 
 def _write_all(number: int, data: bytes) -> None:

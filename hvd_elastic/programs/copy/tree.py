@@ -5,6 +5,7 @@ Names are bytes on every host; they are sent as text with surrogates for what is
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import fnmatch
@@ -44,12 +45,42 @@ class Tree(NamedTuple):
         is_folder: whether the source is a folder; otherwise it is the single file.
         folders: (path, mode, mtime in ns) of each folder, parents first.
         links: (path, target, mtime in ns) of each symbolic link.
+        same: (path, path of a file) of each further name of a file (hard link); empty unless asked
+            for.
+        stored: (index, bytes that it takes in the source) of each file with holes; the same.
+        attributes: (path, name → value in base64) of each file and folder; the same.
     """
 
     is_folder: bool
     files: list[File]
     folders: list[tuple[str, int, int]]
     links: list[tuple[str, str, int]]
+    same: list[tuple[str, str]]
+    stored: list[tuple[int, int]]
+    attributes: list[tuple[str, dict[str, str]]]
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of all files, further names and symbolic links."""
+        found = [file.path for file in self.files]
+        return found + [path for path, _, _ in self.links] + [path for path, _ in self.same]
+
+
+class Keeps(NamedTuple):
+    """What of the source a copy is to keep beside contents, modes and times.
+
+    Attributes:
+        hard_links: that a file has several names.
+        sparse: that zeros take no space.
+        attributes: extended attributes: those of users, and all but those of the system for root.
+    """
+
+    hard_links: bool = False
+    sparse: bool = False
+    attributes: bool = False
+
+
+PLAIN = Keeps()
 
 
 def encode(path: str) -> bytes:
@@ -124,7 +155,7 @@ def _matches(path: str, patterns: list[str]) -> bool:
     return False
 
 
-def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
+def walk(root: bytes, patterns: list[str], keeps: Keeps = PLAIN) -> tuple[Tree, list[str]]:
     """Return the tree below a folder (or of one file) and the paths of no supported kind.
 
     Raises:
@@ -132,8 +163,13 @@ def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
     """
     status = os.stat(root)
     if not stat.S_ISDIR(status.st_mode):
-        return Tree(False, [_file("", status)], [], []), []
-    tree = Tree(True, [], [("", stat.S_IMODE(status.st_mode), status.st_mtime_ns)], [])
+        tree = Tree(False, [], [], [], [], [], [])
+        _add_file(tree, "", status, keeps, {})
+        _add_attributes(tree, root, keeps)
+        return tree, []
+    above = ("", stat.S_IMODE(status.st_mode), status.st_mtime_ns)
+    tree = Tree(True, [], [above], [], [], [], [])
+    names: dict[tuple[int, int], str] = {}
     skipped: list[str] = []
     looks_into_all = any(map(takes, patterns))
     left_out: dict[str, tuple[str, int, int]] = {}
@@ -156,7 +192,7 @@ def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
                 continue
             status = entry.stat(follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
-                tree.files.append(_file(path, status))
+                _add_file(tree, path, status, keeps, names)
             elif stat.S_ISDIR(status.st_mode):
                 tree.folders.append((path, stat.S_IMODE(status.st_mode), status.st_mtime_ns))
                 below.append(path)
@@ -166,19 +202,65 @@ def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
                 skipped.append(path)
         waiting += reversed(below)
     if left_out:
-        taken = [file.path for file in tree.files] + [path for path, _, _ in tree.links]
-        for path in taken + [path for path, _, _ in tree.folders]:
-            names = path.split("/")
-            for depth in range(1, len(names)):
-                above = "/".join(names[:depth])
-                if above in left_out:
-                    tree.folders.append(left_out.pop(above))
+        for path in tree.paths + [path for path, _, _ in tree.folders]:
+            parts = path.split("/")
+            for depth in range(1, len(parts)):
+                folder = "/".join(parts[:depth])
+                if folder in left_out:
+                    tree.folders.append(left_out.pop(folder))
         tree.folders.sort()
+    _add_attributes(tree, root, keeps)
     return tree, skipped
 
 
-def _file(path: str, status: os.stat_result) -> File:
-    return File(path, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode))
+def _add_file(
+    tree: Tree,
+    path: str,
+    status: os.stat_result,
+    keeps: Keeps,
+    names: dict[tuple[int, int], str],
+) -> None:
+    """Add a file; ``names``: the first path of each file with several names, which is extended."""
+    if keeps.hard_links and status.st_nlink > 1:
+        first = names.setdefault((status.st_dev, status.st_ino), path)
+        if first != path:
+            tree.same.append((path, first))
+            return
+    stored = status.st_blocks * 512
+    if keeps.sparse and stored < status.st_size:
+        tree.stored.append((len(tree.files), stored))
+    mode = stat.S_IMODE(status.st_mode)
+    tree.files.append(File(path, status.st_size, status.st_mtime_ns, mode))
+
+
+def _add_attributes(tree: Tree, root: bytes, keeps: Keeps) -> None:
+    if not keeps.attributes:
+        return
+    for path in [file.path for file in tree.files] + [path for path, _, _ in tree.folders]:
+        full = os.path.join(root, encode(path)) if path else root  # bytes
+        try:
+            number = os.open(full, os.O_RDONLY)
+        except OSError:  # it is reported when it is sent
+            continue
+        try:
+            found = attributes_of(number)
+        finally:
+            os.close(number)
+        told = {name: base64.b64encode(value).decode() for name, value in found.items()}
+        tree.attributes.append((path, told))
+
+
+def attributes_of(number: int) -> dict[str, bytes]:
+    """Return the extended attributes of an open file or folder that are copied; of none, {}.
+
+    They are those of users; for root also all others but those of the system, such as ACLs.
+    """
+    try:
+        names = os.listxattr(number)
+    except (AttributeError, OSError):  # of another system, or of a file system without
+        return {}
+    kinds = ("user.", "trusted.", "security.") if os.geteuid() == 0 else ("user.",)
+    return {name: os.getxattr(number, name) for name in names if name.startswith(kinds)}
 
 
 def read_tree(value: Any) -> Tree:
@@ -187,20 +269,26 @@ def read_tree(value: Any) -> Tree:
     Raises:
         ValueError: a path in it would lead out of the destination.
     """
-    is_folder, files, folders, links = value
+    is_folder, files, folders, links, same, stored, attributes = value
     tree = Tree(
         bool(is_folder),
         [File(*entry) for entry in files],
         [(path, mode, mtime_ns) for path, mode, mtime_ns in folders],
         [(path, to, mtime_ns) for path, to, mtime_ns in links],
+        [(path, first) for path, first in same],
+        [(index, size) for index, size in stored],
+        [(path, dict(found)) for path, found in attributes],
     )
     if is_folder:
-        for path in [file.path for file in tree.files] + [path for path, _, _ in tree.links]:
+        for path in tree.paths + [first for _, first in tree.same]:
             check_inside(path)
+        for path, _ in tree.attributes:
+            if path:
+                check_inside(path)
         for path, _, _ in tree.folders:
             if path:
                 check_inside(path)
-    elif len(files) != 1 or folders or links or files[0][0]:
+    elif len(files) != 1 or folders or links or same or files[0][0]:
         raise ValueError("the source is neither a file nor a folder")
     return tree
 

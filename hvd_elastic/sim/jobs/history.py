@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.hostfile import expand_hosts
 from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.policy.evidence import Evidence, replay
 from hvd_elastic.policy.schedule.decide import decide
@@ -46,6 +47,7 @@ class PastJob:
         rescale_s: pause of a rescale, as measured [s].
         start_s: time that it held slots before its first step and after its last [s].
         warm_s: time from the start of a further process until it can train [s].
+        hosts: hosts that it might have; None: all.
     """
 
     name: str
@@ -61,6 +63,7 @@ class PastJob:
     rescale_s: float
     start_s: float
     warm_s: float
+    hosts: Collection[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,12 +145,15 @@ def simulate_history(
 
 
 class _RepeatedJob(JobInTime):
-    """A past job that runs again."""
+    """A past job that runs again, on hosts that it asked for; on any if they are not there."""
 
     def __init__(self, past: PastJob, hosts: Sequence[HostSlots]) -> None:
         super().__init__(past.name, past.submitted_s)
         self.priority, self._start_s, self._warm_s = past.priority, past.start_s, past.warm_s
-        sizes = sorted((host.slots for host in hosts), reverse=True)
+        own = [host for host in hosts if past.hosts is not None and host.name in past.hosts]
+        if own and sum(host.slots for host in own) >= past.min_slots:
+            self.hosts = [host.name for host in own]
+        sizes = sorted((host.slots for host in (own if self.hosts else hosts)), reverse=True)
         capacity = sum(sizes)
         self.min_slots = min(past.min_slots, capacity)
         self._most = max(self.min_slots, min(past.max_slots or capacity, capacity))
@@ -258,6 +264,7 @@ def _past_job(job: JobRecord, cluster_began: float) -> PastJob:
         rescale_s,
         start_s,
         warm_s,
+        expand_hosts(job.hosts) if job.hosts else None,
     )
 
 

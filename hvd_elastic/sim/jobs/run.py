@@ -6,7 +6,7 @@ import statistics
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ class JobInTime(ABC):
         left: slots that it does not hold any more, as (host, slots, time until which its processes
             live there [s]).
         noise: relative error of the goodput that a policy reads.
+        hosts: hosts that it may have; None: all.
         finished_s: when it finished [s]; None: it has not.
         rescales: number of changes of its slots after the first.
     """
@@ -41,6 +42,7 @@ class JobInTime(ABC):
         self.attained_slot_s = 0.0
         self.rescales = -1
         self.priority, self.min_slots = 1.0, 1
+        self.hosts: Collection[str] | None = None
         self._pause_s = 0.0
 
     @property
@@ -135,6 +137,7 @@ def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) 
             occupied=job.occupied,
             noise=job.noise,
             is_held_back=job.max_slots < job.most_slots,
+            hosts=job.hosts,
         )
         for job in jobs
     ]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from hvd_elastic.control.hardware import judge_hardware
 from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_named
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs.kill_run import OURS
@@ -80,6 +81,8 @@ class CheckSettings:
         interface: network interface that the ring shall use; None for the one ssh connects to.
         network: whether to measure the network between the hosts.
         fanout: maximum number of hosts at a time.
+        users: users who have jobs on each host of a cluster that is up; of other hosts it is not
+            known who may use them.
     """
 
     python: str | None = None
@@ -89,6 +92,7 @@ class CheckSettings:
     network: bool = True
     fanout: int = 64
     gpus: bool = True
+    users: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -270,6 +274,30 @@ def check_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
     return Check("strays", Level.WARNING, f"{text}. End with: {'; '.join(ends)}")
 
 
+def check_users(processes: Sequence[Mapping[str, Any]], users: Collection[str]) -> Check:
+    """Return the check for users who use a host of a cluster without a job there.
+
+    Args:
+        processes: as of :class:`~hvd_elastic.programs.busy.BusyProcesses`.
+        users: those who have jobs on the host.
+    """
+    strangers: dict[str, list[str]] = {}
+    for each in processes:
+        if each["user"] not in users:
+            told = f"{each['command']} (pid {each['pid']}, {each['uses']})"
+            strangers.setdefault(str(each["user"]), []).append(told)
+    if not strangers:
+        return Check("users", Level.OK, "all who use it have jobs there")
+    found = [
+        f"{user} has no job here and runs {', '.join(told[:NAMED])}"
+        + (f" and {len(told) - NAMED} more" if len(told) > NAMED else "")
+        for user, told in strangers.items()
+    ]
+    return Check(
+        "users", Level.WARNING, f"{'; '.join(found)}. Who has which jobs: hvd-elastic queue"
+    )
+
+
 def check_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:
     """Return the checks of the network, each for the host that is the likely cause.
 
@@ -384,6 +412,28 @@ def _check_cuda(there: str | None, usual: str | None) -> Check:
     return Check("cuda", Level.OK, there or "none")
 
 
+def check_hardware(found: Mapping[str, Any], *, gpus: bool = True) -> list[Check]:
+    """Return what is wrong with the hardware of a host; "hardware" is OK if nothing is.
+
+    Args:
+        found: answer of ``programs/hardware.py``.
+        gpus: whether the GPUs matter.
+    """
+    checks = [
+        Check(
+            "gpu hardware" if fault.is_gpu else "hardware",
+            Level.FAILED if fault.is_broken else Level.WARNING,
+            fault.text,
+        )
+        for fault in judge_hardware(found)
+        if gpus or not fault.is_gpu
+    ]
+    if not checks:
+        unknown = "" if found["xids"] is not None else "; the kernel's log cannot be read"
+        checks.append(Check("hardware", Level.OK, f"no faults known{unknown}"))
+    return checks
+
+
 def _drivers(facts: Mapping[str, Any]) -> set[str]:
     return {str(gpu["driver_version"]) for gpu in facts["gpus"]}
 
@@ -401,12 +451,6 @@ def _check_gpus(host: Host, facts: Mapping[str, Any], reference: Reference) -> l
             "the one that fell off (dmesg); --no-gpus if the job trains on processors"
         )
         checks.append(Check("gpus", Level.FAILED, text))
-    failing = [
-        gpu["index"] for gpu in gpus if _number(gpu["ecc.errors.uncorrected.volatile.total"])
-    ]
-    if failing:
-        text = f"uncorrected memory errors on GPU {', '.join(failing)}. Reset it (nvidia-smi -r)"
-        checks.append(Check("gpu memory", Level.FAILED, f"{text}, or have it replaced"))
     busy = [gpu["index"] for gpu in gpus if _number(gpu["memory.used"]) > BUSY_GPU_MB]
     if busy:
         text = f"in use: GPU {', '.join(busy)}. See nvidia-smi there; killclust ends strays"

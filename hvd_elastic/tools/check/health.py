@@ -22,13 +22,14 @@ from hvd_elastic.tools.check.checks import (
     HostHealth,
     Level,
     check_clock,
+    check_hardware,
     check_host,
     check_names,
     check_network,
     check_strays,
+    check_users,
     choose_reference,
 )
-from hvd_elastic.tools.check.hardware import judge_hardware
 from hvd_elastic.tools.check.network import Link, NetworkProbe
 from hvd_elastic.tools.kill import Target, end_processes_of
 
@@ -93,8 +94,10 @@ def check_cluster(
             own = facts[host.name]
             checks[host.name] = check_host(host, own, reference, settings)
             checks[host.name] += check_names(host.name, facts, reference)
-            checks[host.name] += judge_hardware(own["hardware"], gpus=settings.gpus)
+            checks[host.name] += check_hardware(own["hardware"], gpus=settings.gpus)
             checks[host.name].append(check_strays(own["strays"]))
+            if (users := settings.users.get(host.name)) is not None:
+                checks[host.name].append(check_users(own["busy"], users))
     links: list[Link] = []
     if settings.network and facts:
         links = _measure(

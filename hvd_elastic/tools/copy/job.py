@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.programs.copy.tree import PLAIN, Keeps
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class CopySettings:
         plain: do not encrypt; nodes still prove to one another that they belong to this copy.
         compress: compress data where that makes the copy faster.
         bytes_per_s: maximum rate at which each node sends [bytes/s]; 0 for no limit.
+        keeps: what is kept beside contents, modes and times.
         shard: send each of n hosts only its share of the files, every n-th one.
         dry_run: only find out what would be sent.
         fanout: maximum number of connections that are opened at the same time.
@@ -33,6 +35,7 @@ class CopySettings:
     plain: bool = False
     compress: bool = True
     bytes_per_s: float = 0.0
+    keeps: Keeps = PLAIN
     shard: bool = False
     dry_run: bool = False
     fanout: int = 64

@@ -269,7 +269,7 @@ class PullSession(CopySession):
             return
         if event["tree"] is not None:
             self._tree = event["tree"]
-            _, listed, _, _ = unpack(event["tree"])
+            _, listed, *_ = unpack(event["tree"])
             self._files = len(listed)
         self._end_fetching()
 
@@ -305,7 +305,7 @@ class PullSession(CopySession):
             folders |= {"/".join(parts[:end]) for end in range(1, len(parts))}
         self._files = len(entries)
         # Parents before their contents; times and modes of folders in the store are unknown.
-        return [True, entries, [[path, ANY, ANY] for path in sorted(folders)], []]
+        return [True, entries, [[path, ANY, ANY] for path in sorted(folders)], [], [], [], []]
 
     # ---- hosts that are lost
 

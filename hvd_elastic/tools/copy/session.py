@@ -144,6 +144,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             "certificate": None if settings.plain else make_certificate(),
             "patterns": list(settings.exclude),
             "deletes": settings.delete,
+            "keeps": list(settings.keeps),
             "checksum": settings.checksum,
             "dry_run": settings.dry_run,
             "bytes_per_s": settings.bytes_per_s,

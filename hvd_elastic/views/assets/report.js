@@ -67,6 +67,9 @@
   const clockSteps = [0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800,
     3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000];
 
+  // Steps of what is counted.
+  const countSteps = [...Array(13).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
   // Along the x axis stands time, or what run.x_name counts.
   const counts = run.x_name !== undefined;
   const at = (x, fine) => (counts ? `${x} ${run.x_name}` : clock(x, fine));
@@ -171,11 +174,11 @@
       },
       axes: [
         counts
-          ? { ...axis, size: 26, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500], values: (u, ticks) => ticks.map(shortTick) }
+          ? { ...axis, size: 26, space: 40, incrs: countSteps, values: (u, ticks) => ticks.map(shortTick) }
           : { ...axis, size: 26, space: 70, incrs: clockSteps, values: (u, ticks) => ticks.map((t) => clock(t, ticks.length > 1 && ticks[1] - ticks[0] < 1)) },
         {
           ...axis, size: 56, space: chart.whole ? 24 : 30,
-          incrs: chart.whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] : undefined,
+          incrs: chart.whole ? countSteps : undefined,
           values: (u, ticks) => ticks.map((t) => (t == null ? "" : shortTick(t))),
         },
       ],

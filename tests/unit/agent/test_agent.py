@@ -258,6 +258,13 @@ def test_a_worker_from_its_start_to_its_leave(start_agent: StartAgent) -> None:
     assert (ended["worker"], ended["code"], ended["signal"]) == ("w7", 0, None)
 
 
+def test_a_worker_that_still_imports_when_it_is_to_leave_is_ended(start_agent: StartAgent) -> None:
+    agent = start_agent("import time; time.sleep(3600)")
+    agent.start_worker()
+    agent.say(op="tell", worker="w0", message={"kind": "leave"})
+    assert agent.event("worker_exited")["signal"] == signal.SIGKILL
+
+
 def test_the_end_of_a_worker_is_told_after_its_last_words(start_agent: StartAgent) -> None:
     agent = start_agent("import sys; print('x' * 300_000); sys.exit('last words')")
     agent.start_worker()
@@ -291,13 +298,12 @@ def test_what_tensorflow_prints_before_it_reads_its_level_is_left_out(
     start_agent: StartAgent, level: str | None, shown: str
 ) -> None:
     env = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
-    agent = start_agent(EARLY + WORKER, env=env)
+    agent = start_agent(EARLY, env=env)
     agent.start_worker()
-    agent.say(op="tell", worker="w0", message={"kind": "leave"})
     text = ""
     while (message := agent.hear(lambda m: m["ev"] in ("log", "worker_exited")))["ev"] == "log":
         text += message["data"]
-    *early, own, _ = text.splitlines()
+    *early, own = text.splitlines()
     assert own == "I0000 is the script's own"
     assert "".join(line[0] for line in early) == shown
 
@@ -927,6 +933,7 @@ def test_the_preemption_command_gives_notice(start_agent: StartAgent, tmp_path: 
     assert notice["cause"] == "the preemption command says so"
     assert notice["leave_in_s"] == 75.0
     agent.start_worker()
+    agent.said_by_worker("ready")
     agent.say(op="tell", worker="w0", message={"kind": "leave"})
     assert agent.event("worker_exited")["code"] == 0, "workers are reaped beside it"
 

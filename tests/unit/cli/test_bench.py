@@ -19,7 +19,7 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 50
     def __getitem__(self, index):
-        time.sleep(0.002)
+        time.sleep(0.03)
         return torch.zeros(2)
 
 print("made by the script")
@@ -59,7 +59,7 @@ def test_a_loader_is_measured_without_training(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # and nothing that the script prints
     assert found["examples"] > 0
-    assert found["examples_per_s"] <= 1 / 0.002
+    assert found["examples_per_s"] <= 1 / 0.03
     assert (found["batch_size"], found["processes"]) == (8, 0)
     assert found["cpu_s"] < found["seconds"]
     assert found["bound"] == "storage"  # it sleeps

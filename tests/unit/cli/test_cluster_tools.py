@@ -219,10 +219,12 @@ def test_uninstall_of_this_machine_lists_first_and_keeps_runs(tmp_path: Path) ->
     assert wrong.returncode == 2
     assert "--only everything: there is no such part; give environment, cache" in wrong.stderr
     listed = uninstall()
-    assert f"cache  {tmp_path}/cache/hvd_elastic  0 B  to remove" in listed.stdout
+    shared = "stays, unless you give --only cache; all environments of this user share it"
+    assert f"cache  {tmp_path}/cache/hvd_elastic  0 B  {shared}" in listed.stdout
     assert f"runs  {tmp_path}/home  0 B  stays, unless you give --only runs" in listed.stdout
+    assert uninstall("--yes").returncode == 0
     assert (tmp_path / "cache/hvd_elastic/wheels").is_dir()
-    done = uninstall("--yes")
+    done = uninstall("--only", "cache", "--yes")
     assert done.returncode == 0, done.stderr
     assert f"cache  {tmp_path}/cache/hvd_elastic  0 B  removed" in done.stdout
     assert [path.name for path in tmp_path.glob("[ch]*/*")] == ["runs"]

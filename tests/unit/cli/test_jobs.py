@@ -11,6 +11,7 @@ import pytest
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.jobs.naming import find_numbers, run_id_of, source_of
 from hvd_elastic.cli.jobs.queue import parse_after
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import After, Answer, JobKind, JobRequest, JobStatus, Submit
 from hvd_elastic.jobs.place import ClusterFolder, list_clusters
 from hvd_elastic.jobs.store import JobStore
@@ -111,6 +112,8 @@ def test_submit_has_the_options_of_a_run_that_choose_no_hosts(
     monkeypatch.setattr("hvd_elastic.jobs.server.ask_daemon", ask)
     words = ["--spares", "1", "--keep-checkpoints", "7", "--checkpoint-copies", "1"]
     words += ["--preemption", "aws", "--input-hosts", "cpu[1-2]", "--network-interface", "eth1"]
+    words += ["--hosts", "gpu[1-2],@a100", "-x", "gpu2", "--labels", "@fast, a100", "--gpu-memory"]
+    words += ["40", "--notify", "./mail.sh", "--notify-held", "30m"]
     with pytest.raises(SystemExit, match="0"):
         main(["submit", *words, "--target-examples", "5e6", "--deadline", "6h", "--", "true"])
     (job,) = asked[0].jobs
@@ -120,11 +123,18 @@ def test_submit_has_the_options_of_a_run_that_choose_no_hosts(
     assert told == {"spares": 1, "keep_checkpoints": 7, "checkpoint_copies": 1}
     assert job.spec["input_hosts"] == ("cpu1", "cpu2")
     assert (job.spec["preemption"], job.spec["interface"]) == ("aws", "eth1")
+    assert job.wish == HostWish("gpu[1-2],@a100", "gpu2", ("fast", "a100"), 40.0)
+    assert (job.spec["notify"], job.notify, job.notify_held_s) == ("./mail.sh", True, 1800.0)
     assert (job.spec["policy"], job.spec["objective"]["target"]) == ("fixed", None)
     for mistake, said in (
         (["--plain", "--spares", "1"], "leave --spares out"),
         (["--fixed"], "--fixed needs the number of slots"),
         (["--preemption", "mars"], "no cloud that is known"),
+        (["--hosts", "gpu[3-1]"], "--hosts: host list 'gpu[3-1]', at 'gpu[3-1]'"),
+        (["--labels", ", "], "--labels is empty"),
+        (["--gpu-memory", "0"], "--gpu-memory"),
+        (["--notify", " "], "--notify is empty"),
+        (["--notify-held", "5m"], "give --notify COMMAND too"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["submit", *mistake, "--", "true"])

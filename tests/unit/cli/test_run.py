@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+from hvd_elastic.agent.preemption.clouds import CLOUDS
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.options import hostfile_of
 from hvd_elastic.cli.runs import run_options
-from hvd_elastic.errors import HostfileError
+from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
@@ -52,6 +54,12 @@ def test_options_say_what_they_take(
     assert status == 2
     assert message.startswith(f"error: {wanted}")
     assert message.count("\n") == 1
+
+
+def test_the_help_names_each_cloud() -> None:
+    hints = get_type_hints(run_options.RunOptions, include_extras=True)
+    *clouds, last = CLOUDS
+    assert f"({', '.join(clouds)} or {last})" in get_args(hints["preemption"])[1].help
 
 
 def test_a_current_folder_that_was_removed_is_named(
@@ -252,9 +260,12 @@ def test_hosts_that_cannot_be_pinned(
     [
         (["--input-hosts", "n[1-3]"], "host n1 has 2 slots in hosts, so it trains"),
         (["--input-hosts", "n[9"], "--input-hosts: "),
+        (["--input-hosts", "@fast"], "host n2 has 2 slots in hosts, so it trains"),
+        (["--input-hosts", "@none"], "--input-hosts: no host of hosts has the label 'none'"),
         (["--input-hosts", "cpu1", "--mpi"], "a job under --mpi has no leader to lead input hosts"),
         (["-H", "reads"], "all hosts of reads read, and none trains"),
         (["-H", "reads", "--input-hosts", "CPU1"], "all hosts of reads read, and none trains"),
+        (["-H", "reads", "--input-hosts", "@input"], "all hosts of reads read, and none trains"),
     ],
 )
 def test_hosts_that_cannot_read_for_the_others(
@@ -265,12 +276,21 @@ def test_hosts_that_cannot_read_for_the_others(
     wanted: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2 labels=fast\n")
     (tmp_path / "reads").write_text("cpu1 slots=0 labels=input\n")
     given = options if "-H" in options else ["-H", "hosts", *options]
     status, message = call(*given, "--", "true", capsys=capsys)
     assert status in (1, 2)
     assert f"error: {wanted}" in message
+
+
+def test_input_hosts_are_named_by_a_label(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("n1 slots=2\ncpu[1-2] slots=0 labels=input,old\n")
+    options = run_options.RunOptions(hostfile=hostfile, input_hosts="@old,cpu7", command=["true"])
+    assert options.spec().input_hosts == ("cpu1", "cpu2", "cpu7")
+    with pytest.raises(UsageError, match="@old names hosts of a hostfile; give one"):
+        run_options.RunOptions(input_hosts="@old", command=["true"]).spec()
 
 
 def test_hosts_are_pinned_by_a_hostfile(capsys: pytest.CaptureFixture[str]) -> None:

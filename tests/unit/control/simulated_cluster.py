@@ -363,6 +363,9 @@ class SimulatedCluster:
             case cmd.KillWorker(worker):
                 if self.workers[worker].alive:
                     self.end(self.workers[worker], signal=9)
+            case cmd.Leave(worker) if self.workers[worker].state is WorkerState.STARTING:
+                if self.workers[worker].alive:
+                    self.end(self.workers[worker], signal=9)
             case cmd.Leave(worker) | cmd.Hold(worker):
                 self.workers[worker].pending = command
             case cmd.SaveState(worker):

@@ -35,6 +35,17 @@ def test_drained_host_is_left_and_not_used_until_it_is_given_back():
     assert play.tell(ev.HostReturned("b")) == [], "once"
 
 
+def test_worker_that_is_ended_while_it_starts_on_a_drained_host_has_left_and_not_failed():
+    play = start("a")
+    play.hosts("a", "b")
+    for number in range(1, 6):
+        play.tell(ev.AgentReady("b"))
+        assert drain(play, "b") == [Leave(f"b:0.{number}")]
+        assert play.killed(f"b:0.{number}") == [StopAgent("b")]
+        assert play.kinds("worker_left")[-1]["cause"] == "left"
+        assert play.tell(ev.HostReturned("b")) == [StartAgent("b")], "at once, and always"
+
+
 def test_drained_host_that_leaves_the_hostfile_and_comes_back_is_used():
     play = start("a", "b")
     drain(play, "b")

@@ -88,6 +88,9 @@ def test_a_missing_python_is_named_with_the_command_that_gets_one(checkout, tmp_
     program(tmp_path / "python3.10", "exit 0")
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert "; run: make PYTHON=" in done.stderr
+    program(tmp_path / "getconf", "echo 32")
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert "all programs of this system are of 32 bits: use a machine" in done.stderr
 
 
 @pytest.fixture

@@ -7,11 +7,15 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,6 +25,8 @@ from hvd_elastic.cli.jobs.daemon import hosts as print_hosts
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
+from hvd_elastic.jobs import daemon as daemon_module
+from hvd_elastic.jobs import keepers
 from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import (
     Cancel,
@@ -59,7 +65,8 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
 
     EXIT: it ends at once. UNFIT: it cannot use host a. TRAINS: it says that it trains. CUT_OFF: and
     that it hears from no host any more. COMES_BACK: it leads again as soon as
-    there is a file "grace", and reaches its host when there is "heals".
+    there is a file "grace", and reaches its host when there is "heals". FAULTS: it tells of these
+    faults of its host.
     """
     child = os.fork()
     if child:
@@ -86,6 +93,9 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
             begun = {"generation": 1, "from_size": 0, "to_size": 1, "hosts": [host], "slots": [1]}
             write(log, "rescale_started", begun)
             write(log, "rescale_finished", {"generation": 1, "size": 1, "pause_s": None})
+        if "FAULTS" in environment:
+            host = parse_hostfile(spec.hostfile or "").names[0]
+            write(log, "host_faults", {"host": host, "faults": json.loads(environment["FAULTS"])})
         if "CUT_OFF" in environment:
             write(log, "leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0, "tries_s": 55.0})
             if "COMES_BACK" in environment:
@@ -105,7 +115,9 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
 class Running:
     """A daemon in a process of its own."""
 
-    def __init__(self, place: ClusterFolder, hostfile: Path, notify: str = "") -> None:
+    def __init__(
+        self, place: ClusterFolder, hostfile: Path, notify: str = "", drains: str = ""
+    ) -> None:
         self.place = place
         self.pid = os.fork()
         if not self.pid:
@@ -113,7 +125,7 @@ class Running:
             try:
                 with place.lock():
                     place.describe_daemon(hostfile)
-                    Daemon(place, hostfile, None, begin, notify=notify).run()
+                    Daemon(place, hostfile, None, begin, notify=notify, drains=drains).run()
                 status = 0
             finally:
                 os._exit(status)
@@ -236,7 +248,62 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     again.until(lambda: leads(again, number))
     kinds = [record["kind"] for record in iter_records(place.events)]
     assert (kinds.count("host_drained"), kinds.count("host_undrained")) == (2, 1)
+    ask_daemon(place, DrainHost("a", "sold", "ann", at))
+    hosts(place).write_text("b slots=1\n")
+    again.until(lambda: [row["host"] for row in ask_daemon(place, Hosts()).data] == ["b"])
+    answer = ask_daemon(place, UndrainHost("a", "ann"))
+    assert answer.message == "host a is given back to the jobs; it is not in the hostfile"
     again.down(leave_jobs=True)
+
+
+BROKEN: dict[str, Any] = {
+    "what": "GPU 0 Xid 79",
+    "text": "GPU 0 fell off the bus",
+    "is_broken": True,
+}
+HOT = {"what": "GPU 0 held down", "text": "GPU 0: its clocks are held down by heat"}
+
+
+def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
+    place: ClusterFolder,
+) -> None:
+    hostfile = hosts(place)
+    hostfile.write_text("a\nb\n")
+
+    def rows() -> list[tuple[str, str]]:
+        return [(row["state"], row["cause"] or "") for row in ask_daemon(place, Hosts()).data]
+
+    def kinds() -> list[tuple[str, Any]]:
+        return [
+            (record["kind"], record.get("faults", record.get("by")))
+            for record in iter_records(place.events)
+            if record["kind"] in ("host_unhealthy", "host_drained")
+        ]
+
+    daemon = Running(place, hostfile, drains="failed")
+    hot = submit(place, FAULTS=json.dumps([HOT]))
+    daemon.until(lambda: rows() == [("up", f"unhealthy: {HOT['text']}"), ("up", "")])
+    ask_daemon(place, Cancel([hot], "ann"))
+    daemon.until(lambda: not daemon.job(hot).status.active)
+    broken = submit(place, FAULTS=json.dumps([HOT, BROKEN]))
+    daemon.until(lambda: rows()[0][0] == "drained")
+    assert rows()[0][1].startswith("drained: GPU 0 fell off the bus (health, since ")
+    daemon.until(lambda: daemon.job(broken).held == {"b": 1})
+    told: list[tuple[str, Any]] = [("host_unhealthy", [HOT["text"]])]
+    told += [("host_unhealthy", [HOT["text"], BROKEN["text"]]), ("host_drained", "health")]
+    assert kinds() == told
+    daemon.kill()
+    again = Running(place, hostfile, drains="failed")
+    ask_daemon(place, UndrainHost("a", "ann"))  # as it is
+    other = submit(place, FAULTS=json.dumps([HOT, BROKEN]))
+    again.until(lambda: leads(again, other))
+    time.sleep(1)
+    assert [state for state, _ in rows()] == ["up", "up"], "its operator knew of it"
+    ask_daemon(place, Cancel([other, broken], "ann"))
+    worse = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 2}]))
+    again.until(lambda: "drained" in [state for state, _ in rows()])
+    ask_daemon(place, Cancel([worse], "ann"))
+    again.down(leave_jobs=False)
 
 
 def row(place: ClusterFolder) -> dict[str, Any]:
@@ -334,6 +401,9 @@ def test_job_goes_to_another_host_if_one_lacks_python_and_fails_if_all_do(
     assert daemon.job(number).status is JobStatus.FAILED
     assert daemon.job(number).message == "host a has no Python"
     assert [row["state"] for row in ask_daemon(place, Hosts()).data] == ["lost"]
+    ask_daemon(place, DrainHost("a", "no Python", "ann", time.time()))
+    answer = ask_daemon(place, UndrainHost("a", "ann"))
+    assert "; it is lost (host a has no Python), and used when it answers" in answer.message
     hosts(place).write_text("a slots=1\nb slots=1\n")
     daemon.down(leave_jobs=True)
     daemon = Running(place, hosts(place))  # to which both hosts are as good
@@ -510,8 +580,9 @@ def as_keeper(path: Path, lines: list[str]) -> None:
                 ask_daemon(place, Hosts())  # after that the daemon has read it
 
 
-@other_user.needs_root
-def test_what_a_user_makes_up_as_keeper_ends_no_daemon() -> None:
+@contextlib.contextmanager
+def shared_place() -> Iterator[ClusterFolder]:
+    """Yield the folder of a cluster of this user that the other one may use."""
     with tempfile.TemporaryDirectory(dir="/tmp") as above:
         Path(above).chmod(0o755)
         (Path(above) / "hosts").write_text("a slots=1\n")
@@ -519,15 +590,120 @@ def test_what_a_user_makes_up_as_keeper_ends_no_daemon() -> None:
         place.hostfiles.mkdir(parents=True)
         os.chown(place.path, 0, other_user.UID)
         place.path.chmod(0o750)
+        (Path(above) / "other").mkdir()
+        os.chown(Path(above) / "other", other_user.UID, other_user.UID)
+        try:
+            yield place
+        finally:
+            if place.daemon_alive():  # the test has failed
+                os.kill(place.daemon()["pid"], signal.SIGKILL)
+
+
+def as_other(place: ClusterFolder, act: Callable[[], object]) -> None:
+    """Act as the other user, who has a home of their own."""
+
+    def at_home() -> None:
+        os.environ["HVD_ELASTIC_HOME"] = str(place.path.parent / "other")
+        act()
+
+    other_user.call(at_home)
+
+
+def saying(*events: dict[str, Any]) -> str:
+    """Events as a line of :func:`as_keeper`."""
+    stamped = [json.dumps({"t": 1.0, "mono": 1.0, **event}) for event in events]
+    return json.dumps({"lines": stamped})
+
+
+@other_user.needs_root
+def test_what_a_user_makes_up_as_keeper_ends_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "_APART_S", 0.02)
+    with shared_place() as place:
         huge = f"1{'0' * 290}"
+        done = {"generation": 1, "size": 1, "pause_s": None}
+        rescale = {**done, "kind": "rescale_started", "hosts": ["a"] * 70_000, "reason": ""}
+        rescale |= {"from_size": 0, "to_size": 1}
+        lost = {"cause": "", "silent_s": None}
         lines = [
             r'{"lines": ["\ud800"]}',
             f'{{"lines": ["{{\\"kind\\":\\"run_started\\",\\"t\\":{huge}{huge},\\"mono\\":1}}"]}}',
             f'{{"offset": {huge}}}',
             f'{{"pid": {huge}}}',
+            saying({**rescale, "slots": [2**40]}, {**done, "kind": "rescale_finished"}),
+            saying({**rescale, "slots": [1] * 70_000}),
+            saying(*({"kind": "host_lost", "host": f"{n}", **lost} for n in range(70_000))),
             r'{"led": false, "last_line": "\ud800 its last line"}',
         ]
-        daemon = Running(place, Path(above) / "hosts")
-        other_user.call(lambda: as_keeper(place.path, lines))
+        daemon = Running(place, place.path.parent / "hosts")
+        as_other(place, lambda: as_keeper(place.path, lines))
         daemon.until(lambda: "its last line" in daemon.job(1).message)
+        assert psutil.Process(daemon.pid).memory_info().rss < 1 << 30
+        daemon.down(leave_jobs=True)
+
+
+def test_a_keeper_that_says_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    here, there = socket.socketpair()
+    other = keepers._OtherKeeper(here, other_user.UID)
+    line = b'{"type":"trouble","message":""}\n' * 4096
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):  # until the other end is closed
+            while True:
+                there.sendall(line)
+
+    floods = threading.Thread(target=flood)
+    floods.start()
+    while other.count():
+        other.link.receive()
+    assert other.link.received < 2 * keepers._MOST_BYTES, "the rest is not read now"
+    here.close()
+    floods.join()
+    there.close()
+
+
+@other_user.needs_root
+def test_a_keeper_that_comes_again_at_once_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "_APART_S", 3600.0)
+    with shared_place() as place:
+        daemon = Running(place, place.path.parent / "hosts")
+
+        def come_twice() -> None:
+            for is_taken in (True, False):
+                with place.connect("keepers.sock", LIMIT_S) as link:
+                    ask_daemon(place, Hosts())
+                    link.setblocking(not is_taken)
+                    with contextlib.suppress(BlockingIOError):  # it is there, and told nothing
+                        assert (link.recv(1) == b"") != is_taken
+
+        as_other(place, come_twice)
+        daemon.down(leave_jobs=True)
+
+
+@other_user.needs_root
+def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 0.1)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with shared_place() as place:
+        daemon = Running(place, place.path.parent / "hosts")
+
+        def submit_and_go() -> None:
+            request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
+            request.spec["leader_grace_s"] = 0.0
+            ask_daemon(place, Submit([request], {}))
+            with place.connect("keepers.sock", LIMIT_S) as link, link.makefile("rb") as told:
+                news = {"run_id": json.loads(told.readline())["run_id"], "attempt": 1, "offset": 0}
+                news |= {"lines": [], "is_all": True, "led": True, "is_own": True}
+                news |= {"type": "news", "pid": ended.pid}
+                link.sendall(json.dumps(news).encode() + b"\n")
+                ask_daemon(place, Hosts())  # after that the daemon has read it
+
+        as_other(place, submit_and_go)
+        said = ask_daemon(place, Cancel([1], "root")).message
+        assert "the keeper of user nobody is away" in said
+        daemon.until(lambda: daemon.job(1).status is JobStatus.CANCELLED)
+        assert daemon.job(1).message == "cancelled by root"
         daemon.down(leave_jobs=True)

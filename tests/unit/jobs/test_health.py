@@ -8,7 +8,25 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.operator_state import Drained, OperatorState
+from hvd_elastic.run_events import Fault, HostFaults
 from tests.paths import LIMIT_S
+
+
+def test_faults_that_a_user_makes_up_are_bounded(tmp_path: Path) -> None:
+    health = HostHealth(tmp_path / "hosts", None)
+    many = [Fault("GPU\n" * 99, "\x1b[2J" * 9_999, 1 << 80) for _ in range(1000)]
+    assert health.faults_told(HostFaults(host="a", faults=many, t=1e18, mono=0.0))
+    told = health.faults["a"]
+    assert len(told.faults) == 20
+    assert told.faults[0].what.isprintable()
+    assert len(told.faults[0].text) <= 1000
+    state = OperatorState(tmp_path / "operator.json")
+    state.drain("a", Drained("why", "ann", 0.0))
+    state.undrain("a", told.faults, time.time())
+    assert state.new_faults("a", told.faults, told.t) == []
+    well = HostFaults(host="a", faults=[], t=time.time(), mono=0.0)
+    assert health.faults_told(well), "what was told of the future is over now"
 
 
 class Tried:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from hvd_elastic.errors import RunError
-from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.errors import RunError, StrangerError
+from hvd_elastic.jobs.job import Hosts
+from hvd_elastic.jobs.place import ClusterFolder, open_cluster
+from hvd_elastic.jobs.server import ask_daemon
+from tests import other_user
 
 
 @pytest.fixture
@@ -35,3 +39,29 @@ def test_second_daemon_is_refused(place: ClusterFolder) -> None:
         place.describe_daemon(Path("/srv/hosts"))
         with pytest.raises(RunError, match=r"has a daemon already .pid .*hosts of /srv/hosts"):
             place.lock().__enter__()
+
+
+@other_user.needs_root
+def test_a_place_that_is_another_users_now_is_refused_until_it_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a folder under /tmp that somebody else has made after a reboot."""
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    path = tmp_path / "queue"
+    path.mkdir(mode=0o750)
+    open_cluster(str(path))
+    for way in ("queue", None):
+        with pytest.raises(RunError, match="no daemon"):
+            ask_daemon(open_cluster(way), Hosts())
+    os.chown(path, other_user.UID, other_user.UID)
+    was = rf"{path} of cluster queue was that of user root .*now that of {other_user.WORDS}"
+    was = was.replace("(", "\\(").replace(")", "\\)")
+    with pytest.raises(StrangerError, match=was):
+        open_cluster(str(path))
+    with pytest.raises(RunError, match=was) as refused:
+        ask_daemon(open_cluster("queue"), Hosts())
+    (known,) = (tmp_path / "home" / "clusters").glob(".*")
+    assert str(refused.value).endswith(f"If that is right: rm {known}")
+    known.unlink()
+    with pytest.raises(RunError, match=r"no daemon\. user nobody"):
+        ask_daemon(open_cluster("queue"), Hosts())

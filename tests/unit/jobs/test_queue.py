@@ -72,6 +72,20 @@ def test_job_waits_for_another(made: Recorded, outcome: str, status: JobStatus, 
         assert made.events[-1][0] == "job_finished"
 
 
+def test_a_request_with_a_token_adds_one_job_however_often_it_comes(made: Recorded) -> None:
+    trial = JobRequest("digits.3", SPEC, token="5f")
+    (first,) = made.queue.add_jobs([trial], {})
+    again, other = made.queue.add_jobs([trial, JobRequest("digits.3", SPEC, token="60")], {})
+    assert again.number == first.number != other.number
+    made.end(first.number, JobStatus.FAILED)
+    (again,) = made.queue.add_jobs([trial], {})
+    assert again.number == first.number
+    of_another_user = JobRequest("digits.3", SPEC, token="5f", user=12345)
+    (job,) = made.queue.add_jobs([of_another_user], {})
+    assert job.number not in (first.number, other.number)
+    assert [kind for kind, _ in made.events].count("job_submitted") == 3
+
+
 def test_held_job_waits_until_it_is_released(made: Recorded) -> None:
     first, second = made.add(), made.add()
     made.queue.started(made.queue.active[second], {"a": 1})
@@ -328,3 +342,39 @@ def test_queue_tells_command_priority_and_hosts_in_eighty_columns() -> None:
         3, JobRequest("sh", {"command": ["sh", "-c", "true; exit 3"]}), "sh-3-01ab", **times
     )
     assert "sh -c 'true; exit 3'" in [*queue_lines([shell], 7300.0, None)][2]
+
+
+def test_users_are_told_of_a_job_that_is_held_for_long_and_of_its_lost_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: clock[0])
+    emitted: list[str] = []
+    told: list[tuple[int, str, Mapping[str, Any], Mapping[str, str]]] = []
+    queue = JobQueue(
+        JobStore.create(tmp_path / "queue.sqlite"),
+        lambda kind, _fields: emitted.append(kind),
+        lambda job, kind, fields, variables: told.append((job.number, kind, fields, variables)),
+        notify_held_s=100.0,
+    )
+    held = JobRequest("held", SPEC, notify=True, notify_held_s=30.0, hold="ann")
+    runs = JobRequest("runs", SPEC, notify=True)
+    queue.add_jobs([held, runs, JobRequest("quiet", SPEC, hold="ann")], {"A": "1"})
+    queue.started(queue.active[2], {"a": 1})
+    queue.tell_lost("b", "no answer")
+    queue.tell_lost("a", "no answer")
+    named = {"job": 2, "name": "runs", "run_id": queue.active[2].run_id}
+    assert told == [(2, "host_lost", {**named, "host": "a", "cause": "no answer"}, {"A": "1"})]
+    for clock[0] in (1029.0, 1031.0, 1040.0):
+        queue.ready()
+    assert [(number, kind) for number, kind, *_ in told[1:]] == [(1, "job_held_long")]
+    assert told[1][2]["held_s"] == 31.0
+    queue.release([1])
+    clock[0] = 2000.0
+    queue.hold([1], "bob")
+    queue.ready()
+    assert len(told) == 2
+    assert emitted.count("job_held_long") == 2, "that of up --notify counts for all jobs"
+    queue.cancel([1, 3], "ann")
+    assert [(number, kind) for number, kind, *_ in told[2:]] == [(1, "job_finished")]
+    assert told[2][3] == {"A": "1"}, "though it is removed with the end of the job"

@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
@@ -27,10 +28,13 @@ from hvd_elastic.jobs.job import (
     Submit,
     UndrainHost,
 )
+from hvd_elastic.jobs.notify import ClusterRecord
 from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.queue import JobQueue
 from hvd_elastic.jobs.rights import of_user, read_for
 from hvd_elastic.jobs.secrets import INDEX_VARIABLE, JobSecrets
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
 
 BOB, EVE = 4001, 4002
@@ -60,6 +64,8 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
         {"kind": JobKind.FIXED, "max_np": 2},
         *({"priority": 0.0}, {"priority": 1e9}, {"epochs": -1.0}, {"deadline": 0.0}),
         {"after": (After("never", 1),)},
+        *({"wish": HostWish("gpu[3-1]")}, {"wish": HostWish(exclude="a" * 5000)}),
+        *({"wish": HostWish(gpu_memory_gb=float("nan"))}, {"notify_held_s": -1.0}),
         {"spec": {"command": ["x"], "leader_grace_s": "long"}},
         {"spec": {"command": ["x"], "input_hosts": 3}},
     ],
@@ -101,7 +107,10 @@ def test_others_see_of_a_job_what_the_queue_shows(tmp_path: Path) -> None:
     named = [[job.number for job in store.find("train", user)] for user in users]
     assert named == [[1], [2], [3]], "a name is that of one's own jobs"
     assert [each["number"] for each in read_for(store, Look("find", ["train"]), BOB)] == [1]
-    for what, values in (("add_jobs", []), ("jobs", [3]), ("find", []), ("with_status", ["odd"])):
+    assert read_for(store, Look("jobs", [[1, 10**30, -(10**30)]]), EVE).keys() == {"1"}
+    wrong: list[tuple[str, list[Any]]] = [("add_jobs", []), ("jobs", [3]), ("find", [])]
+    wrong += [("with_status", ["odd"]), ("ended", [10**30]), ("events", ["x"])]
+    for what, values in wrong:
         with pytest.raises(HvdElasticError):
             read_for(store, Look(what, values), EVE)
 
@@ -126,3 +135,42 @@ def test_a_daemon_of_another_user_decides_sizes_and_nothing_else(
     assert not secrets.allows("other-1-00ff")
     with pytest.raises(RunError, match="Submit the job again"):
         secrets.complete("../../mine/run.json", {}, {})
+
+
+def test_a_private_job_tells_others_neither_its_name_nor_its_command(tmp_path: Path) -> None:
+    private = replace(ASKED, name="private", private=True)
+    asked = of_user(Submit([replace(private, user=EVE)], {}), BOB, (), {})
+    assert isinstance(asked, Submit)
+    assert asked.jobs[0].words == []
+    store = JobStore.create(tmp_path / "queue.sqlite")
+    store.add_jobs([replace(private, user=None)], {}, 1.0)  # of the daemon's user, in its database
+    (seen,) = read_for(store, Look("find", ["1"]), EVE)
+    assert seen["request"]["spec"] == {"command": []}
+
+
+def test_others_see_of_the_events_what_the_queue_shows(tmp_path: Path) -> None:
+    store = JobStore.create(tmp_path / "queue.sqlite")
+    queue = JobQueue(store, ClusterRecord(ClusterFolder(tmp_path), "").emit)
+    private = replace(ASKED, name="private", private=True)
+    first, _ = queue.add_jobs([replace(ASKED, user=BOB), private], {})
+    queue.put_back(first, "failed, and is tried again: its last line")
+    queue.ended(first, JobStatus.FAILED, "its last line")
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.append("jobs_decided", {"reasons": {"1": "failed: its last line", "2": "alone"}})
+        log.append("unknown", {"secret": "x"})
+
+    def told(user: int) -> dict[str, list[dict[str, Any]]]:
+        events: dict[str, list[dict[str, Any]]] = {}
+        for event in read_for(store, Look("events", [0]), user)["events"]:
+            events.setdefault(event["kind"], []).append(event)
+        return events
+
+    own, others = told(BOB), told(EVE)
+    assert [each["command"] for each in others["job_submitted"]] == [["python"], []]
+    assert own["job_submitted"][0]["command"] == ASKED.words
+    assert "its last line" in str(own)
+    assert "its last line" not in str(others)
+    assert others["jobs_decided"][0]["reasons"]["2"] == "alone"
+    assert "unknown" not in own
+    size = (tmp_path / "events.jsonl").stat().st_size
+    assert read_for(store, Look("events", [size]), EVE) == {"events": [], "offset": size}

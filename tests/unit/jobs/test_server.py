@@ -134,6 +134,33 @@ def test_another_user_has_a_few_connections_at_a_time(
     made.close()
 
 
+@other_user.needs_root
+def test_another_user_is_answered_once_in_a_round(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.jobs.server.peer_uid", lambda _: other_user.UID)
+    monkeypatch.setattr("hvd_elastic.jobs.server.may_use", lambda *_: True)
+    asked: list[Request] = []
+
+    def note(request: Request, _user: int) -> Answer:
+        asked.append(request)
+        return Answer("")
+
+    made = RequestServer(place, note)
+    opened = [connection(place) for _ in range(3)]
+    for each in opened:
+        each.sendall(msgspec.json.encode(Hosts()))
+        each.shutdown(socket.SHUT_WR)
+    before = 0
+    while len(asked) < len(opened):
+        made.serve(5.0)
+        assert len(asked) <= before + 1
+        before = len(asked)
+    made.close()
+    for each in opened:
+        each.close()
+
+
 @pytest.mark.usefixtures("server")
 def test_client_that_sends_nothing_holds_up_nobody(place: ClusterFolder) -> None:
     with connection(place), connection(place) as half:

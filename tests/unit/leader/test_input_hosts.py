@@ -14,6 +14,7 @@ from hvd_elastic.control.events import AgentFailed, FoundWorker
 from hvd_elastic.control.progress import Position
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader import input_hosts
+from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.input import Reading
@@ -51,6 +52,8 @@ class FakeAgents:
 
     def silence(self, now: float) -> dict[str, float]:
         return self.silent
+
+    drop_silent: Any = Agents.drop_silent
 
     def leave(self, host: str) -> None:
         del self.by_host[host]
@@ -152,7 +155,7 @@ def test_a_lost_host_is_started_again(play: Play) -> None:
 def test_a_silent_host_is_lost(play: Play) -> None:
     play.serve()
     play.agents.silent = {"cpu1": 99.0}
-    play.hosts.tend_hosts(0.0)
+    play.hosts.give_up_silent(0.0)
     assert play.events[-1].cause == "no sign of life for 1 m 39 s"
     assert play.told[-1].servers == []
 

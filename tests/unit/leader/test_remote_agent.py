@@ -87,7 +87,7 @@ def heard(
     [
         (b"\x80\x04.\xff", "host b: its agent sent a line that is not JSON"),
         (b'{"ev": "beat", "workers": {', "host b: its agent sent a line that is not JSON"),
-        (b'{"ev": "steal"}', "with ev 'steal'; valid are beat, hello, host_sample, log, "),
+        (b'{"ev": "steal"}', "with ev 'steal'; valid are beat, hardware, hello, host_sample, "),
         (b'{"ev": "log", "worker": "w", "data": 7}', "wrong message 'log': Expected `str`"),
         (b'{"ev": "worker", "worker": "w", "message": {"kind": "x"}}', "Invalid value 'x'"),
     ],

@@ -334,3 +334,111 @@ def test_reason_says_why_a_job_has_no_more_slots() -> None:
     held_back = decide([dataclasses.replace(job, is_held_back=True)], HOSTS, 0.0)["a"].reason
     assert taken.endswith("; it takes no more")
     assert held_back.endswith("; more once it has trained on 4")
+
+
+# -- jobs that may have certain hosts only --------------------------------------------------
+
+
+def test_a_job_of_one_host_gets_it_from_one_that_may_have_all() -> None:
+    """Though that one is kept where it is otherwise, and both want all of the host."""
+    here = Job("here", 1.0, LINEAR, 1e5, max_slots=4, min_slots=4, hosts=["h0"])
+    anywhere = Job("anywhere", 0.0, LINEAR, 1e5, {"h0": 4}, max_slots=4, min_slots=4, hosts=None)
+    decided = decide([anywhere, here], HOSTS[:2], 2.0)
+    assert decided["here"].hosts == {"h0": 4}
+    assert decided["anywhere"].hosts == {"h1": 4}
+
+
+def test_who_waits_for_hosts_that_it_asks_for_is_told_of_those() -> None:
+    jobs = [Job(name, float(n), LINEAR, 1e5, hosts={"h0"}) for n, name in enumerate("abcdef")]
+    decided = decide([*jobs, Job("any", 9.0, LINEAR, 1e5, max_slots=16)], HOSTS, 10.0)
+    assert slots_of(decided) == {**dict.fromkeys("abcd", 1), "e": 0, "f": 0, "any": 12}
+    told = "waits: all 4 slots of the hosts that it asks for are worth more to 4 other jobs"
+    assert decided["f"].reason == told
+    large = Job("large", 0.0, LINEAR, 1e5, min_slots=5, max_slots=5, hosts={"h0", "gone"})
+    reason = decide([large], HOSTS, 0.0)["large"].reason
+    assert reason == "waits: it needs 5 slots, the hosts that it asks for have 4"
+
+
+def test_what_jobs_of_some_hosts_leave_goes_to_others() -> None:
+    pairs = [Job(n, 0.0, LINEAR, 1e5, min_slots=3, max_slots=3, hosts={"h0"}) for n in "ab"]
+    late = [Job(f"late{n}", 9.0, LINEAR, 1e5) for n in range(13)]
+    found = slots_of(decide([*pairs, *late], HOSTS, 10.0))
+    assert sorted(found[name] for name in "ab") == [0, 3]
+    assert all(found[job.name] == 1 for job in late), "one of them has the fourth slot of h0"
+
+
+def test_nobody_overtakes_first_come_first_served_on_the_hosts_that_it_asks_for() -> None:
+    jobs = [
+        Job("first", 0.0, min_slots=3, max_slots=3, hosts={"h0"}),
+        Job("large", 1.0, min_slots=8, max_slots=8, hosts={"h0", "h1"}),
+        Job("small", 2.0, hosts={"h0"}),
+        Job("elsewhere", 3.0, hosts={"h2"}),
+        Job("any", 4.0),
+    ]
+    decided = slots_of(first_come_first_served(jobs, HOSTS, 10.0))
+    assert decided == {"first": 3, "large": 0, "small": 0, "elsewhere": 1, "any": 0}
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_jobs_get_only_hosts_that_they_may_have_and_leave_no_slot_idle(data: st.DataObject) -> None:
+    hosts = data.draw(clusters())
+    choose: Policy = decide if data.draw(st.integers(0, 2)) else equal_shares
+    names = st.lists(st.sampled_from([*(host.name for host in hosts), "gone"]), unique=True)
+    jobs = [
+        dataclasses.replace(job, hosts=data.draw(st.one_of(st.none(), names)))
+        for job in data.draw(queues(hosts))
+    ]
+    decided = choose(jobs, hosts, 1000.0)
+    slots = slots_of(decided)
+    for host in hosts:
+        assert sum(each.hosts.get(host.name, 0) for each in decided.values()) <= host.slots
+    for job in jobs:
+        allowed = {host.name for host in hosts if job.hosts is None or host.name in job.hosts}
+        assert decided[job.name].hosts.keys() <= allowed
+        assert all(count > 0 for count in decided[job.name].hosts.values())
+        assert slots[job.name] == 0 or job.min_slots <= slots[job.name] <= job.max_slots
+    room = {host.name: host.slots for host in hosts}
+    for job in jobs:
+        more = {**slots, job.name: job.min_slots}
+        if not slots[job.name]:
+            assert not can_be_placed(jobs, more, room), f"{job.name} waits for slots that are idle"
+    if can_be_placed(jobs, {job.name: job.min_slots for job in jobs}, room):
+        assert all(slots.values()), "nobody waits while there is room for all minimums"
+    kept = [job for job in jobs if not job.preemptible]
+    if can_be_placed(kept, {job.name: job.min_slots for job in kept}, room):
+        assert all(slots[job.name] for job in kept)
+    shuffled = data.draw(st.permutations(jobs))
+    if choose is decide:
+        assert decide(shuffled, hosts, 1000.0) == decided, "the order of the jobs means nothing"
+
+
+def can_be_placed(jobs: list[Job], wanted: Mapping[str, int], room: Mapping[str, int]) -> bool:
+    """Return whether each set of jobs wants at most what its hosts have (Hall's theorem)."""
+    names = [*room]
+    for chosen in itertools.product((False, True), repeat=len(names)):
+        closed = {name for name, is_in in zip(names, chosen, strict=True) if is_in}
+        inside = (
+            wanted[job.name]
+            for job in jobs
+            if {name for name in names if job.hosts is None or name in job.hosts} <= closed
+        )
+        if sum(inside) > sum(room[name] for name in closed):
+            return False
+    return True
+
+
+def test_a_job_that_may_have_two_hosts_does_not_starve() -> None:
+    """Its weight grows while it waits, until it gets them from those that may have all."""
+    others = [
+        Job(f"o{n}", float(n), LINEAR, 1e6, {f"h{n // 4}": 1}, priority=4.0) for n in range(16)
+    ]
+    found = []
+    for hours in range(12):
+        waits = Job("two", 20.0, LINEAR, 1e6, hosts={"h0", "h1"}, priority=1.0 + hours)
+        decided = decide([*others, waits], HOSTS, 3600.0 * hours + 20)
+        found.append(decided["two"].hosts)
+        assert sum(slots_of(decided).values()) == 16
+    assert not found[0]
+    assert found[-1].keys() <= {"h0", "h1"}
+    assert found[-1]

@@ -32,6 +32,7 @@ from hvd_elastic.programs.copy.store import SharedError, Target
 from hvd_elastic.programs.copy.tree import (
     FETCHED,
     PARTS,
+    Keeps,
     Tree,
     check_inside,
     is_excluded,
@@ -118,7 +119,7 @@ def test_paths_that_would_leave_the_destination(path: str) -> None:
     with pytest.raises(ValueError, match="would leave the destination"):
         check_inside(path)
     with pytest.raises(ValueError, match="would leave the destination"):
-        read_tree([True, [[path, 1, 1, 0o644]], [], []])
+        read_tree([True, [[path, 1, 1, 0o644]], [], [], [], [], []])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_a_holder_that_ends_just_when_another_host_meets_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
 ) -> None:
     """Of a copy that has nothing to send, one host may be through while the next one begins."""
-    tree = Tree(True, [], [("", 0o755, 0)], [])
+    tree = Tree(True, [], [("", 0o755, 0)], [], [], [], [])
     first = target_of(tmp_path, tree, theirs)
     lock = fcntl.flock
     met = []
@@ -593,3 +594,126 @@ def test_files_of_another_user_are_compared_and_not_trusted(
     pull = Pull(os.fsencode(place), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
     assert pull.find_listed() == [], "there is nothing to compare it with"
     assert pull.foreign(source) == "a"
+
+
+ALL = Keeps(hard_links=True, sparse=True, attributes=True)
+
+
+def copied_whole(source: Path, there: Path, keeps: Keeps) -> tuple[Tree, list[str]]:
+    """Copy as one node does; return the tree and the problems."""
+    tree = read_tree(wire.unpack(wire.pack(walk(os.fsencode(source), [], keeps)[0])))
+    plan = Comparison(os.fsencode(there), tree, [], deletes=False, checksum=True)
+    found = {str(path.relative_to(source)): path for path in source.rglob("*")}
+    whole = {index: found.get(file.path, source) for index, file in enumerate(tree.files)}
+    plan.settle_doubts({i: hashlib.sha256(whole[i].read_bytes()).digest() for i in plan.doubtful})
+    plan.check_room()
+    target = Target(plan, "copy", keeps=keeps)
+    for index in plan.needed:
+        target.adopt(index, opened(whole[index]))
+    return tree, target.finish()
+
+
+def test_names_holes_and_attributes_are_kept(tmp_path: Path) -> None:
+    source, there = tmp_path / "source", tmp_path / "there"
+    (source / "deep").mkdir(parents=True)
+    (source / "a").write_bytes(b"a" * 100_000)
+    os.link(source / "a", source / "deep" / "b")
+    (source / "alone").write_bytes(b"alone")
+    with (source / "disk").open("wb") as disk:
+        disk.seek(50_000_000)
+        disk.write(b"end")
+        disk.truncate(90_000_001)
+    (source / "zeros").write_bytes(bytes(500_000))
+    os.setxattr(source / "alone", "user.origin", b"\0\xff")
+    (source / "alone").chmod(0o444)
+    os.setxattr(source / "deep", "user.kind", b"folder")
+    tree, problems = copied_whole(source, there, ALL)
+    assert problems == []
+    assert tree.same == [("deep/b", "a")]
+    assert (there / "a").samefile(there / "deep" / "b")
+    assert (there / "disk").read_bytes() == (source / "disk").read_bytes()
+    assert (there / "disk").stat().st_blocks * 512 < 1_000_000
+    assert (there / "zeros").stat().st_blocks == 0, "zeros take no space, as with rsync"
+    assert os.getxattr(there / "alone", "user.origin") == b"\0\xff"
+    assert (there / "alone").stat().st_mode & 0o777 == 0o444
+    assert os.getxattr(there / "deep", "user.kind") == b"folder"
+
+    # What has changed since is mended, and nothing else is touched.
+    os.setxattr(there / "alone", "user.more", b"x")
+    os.removexattr(there / "deep", "user.kind")
+    (there / "deep" / "b").unlink()
+    (there / "deep" / "b").write_bytes(b"another file")
+    inode = (there / "a").stat().st_ino
+    assert copied_whole(source, there, ALL)[1] == []
+    assert (there / "deep" / "b").stat().st_ino == inode
+    assert os.listxattr(there / "alone") == ["user.origin"]
+    assert os.getxattr(there / "deep", "user.kind") == b"folder"
+    tree, _ = copied_whole(source, tmp_path / "plain", Keeps())
+    assert (tree.same, tree.stored, tree.attributes) == ([], [], [])
+    assert not (tmp_path / "plain" / "a").samefile(tmp_path / "plain" / "deep" / "b")
+    assert os.listxattr(tmp_path / "plain" / "alone") == []
+
+
+def test_a_single_file_keeps_holes_and_attributes(tmp_path: Path) -> None:
+    with (tmp_path / "disk").open("wb") as disk:
+        disk.truncate(10_000_000)
+    os.setxattr(tmp_path / "disk", "user.kind", b"disk")
+    assert copied_whole(tmp_path / "disk", tmp_path / "there", ALL)[1] == []
+    assert (tmp_path / "there").stat().st_blocks == 0
+    assert os.getxattr(tmp_path / "there", "user.kind") == b"disk"
+
+
+def test_what_a_file_system_does_not_keep_is_said_by_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("a", "b"):
+        (source / name).write_bytes(b"x" * 200_000)
+        os.setxattr(source / name, "user.kind", b"file")
+    os.link(source / "a", source / "c")
+    with (source / "disk").open("wb") as disk:
+        disk.truncate(300_000)
+    monkeypatch.setattr(os, "setxattr", refuse)
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(copy_store, "_write_sparse", copy_store._write_at)
+    there = tmp_path / "there"
+    assert copied_whole(source, there, ALL)[1] == [
+        f"{there}/disk: its holes are not kept: the file system fills them",
+        f"{there}/a: its attribute user.kind is not kept: Operation not supported",
+        f"{there}/b: its attribute user.kind is not kept: Operation not supported",
+        f"{there}/c: Operation not supported",
+    ]
+
+
+def test_a_large_file_with_holes_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_store, "KEPT_PART_BYTES", 1)
+    data = os.urandom(70_000) + bytes(400_000) + os.urandom(70_000)
+    (tmp_path / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [], ALL)
+
+    def target() -> Target:
+        plan = Comparison(os.fsencode(tmp_path / "there"), tree, [], False, False)
+        return Target(plan, "copy", keeps=ALL)
+
+    first = target()
+    first.write(0, 0, data[:300_000], b"")  # its end is a hole
+    first.abandon(keep=True)
+    second = target()
+    assert second.wants() == [(0, 300_000)]
+    second.write(0, 300_000, data[300_000:], b"")
+    second.finish_file(0, hashlib.sha256(data).digest(), 0)
+    assert second.finish() == []
+    assert (tmp_path / "there").read_bytes() == data
+    assert (tmp_path / "there").stat().st_blocks * 512 < len(data) - 300_000
+
+
+def test_a_tree_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
+    tree = Tree(True, [], [("", 0o755, 0)], [], [("a", "../../etc/passwd")], [], [])
+    with pytest.raises(ValueError, match="would leave the destination"):
+        read_tree(wire.unpack(wire.pack(tree)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_elastic.records.summary import RunSummary, take_events
-from hvd_elastic.records.wording import Narrator, run_sentences
+from hvd_elastic.records.wording import Narrator, run_sentences, status_rows
 from tests.unit.records.made_events import made, made_all, summarized
 from tests.unit.records.sample_run import EXAMPLES, START, sample_events
 
@@ -125,6 +125,19 @@ def test_what_was_asked_to_be_drained_stays_so_when_the_host_gives_notice_as_wel
         ]
     )
     assert {host: found.asked for host, found in run.draining.items()} == {"n1": True, "n2": False}
+
+
+def test_faults_of_a_host_stay_until_they_are_gone() -> None:
+    hot = {"kind": "host_faults", "host": "n1", "faults": [{"what": "GPU 0 hot", "text": "hot"}]}
+    well = {"kind": "host_faults", "host": "n1", "faults": []}
+    run = summarized([well, hot])
+    assert run.faults == {"n1": ["hot"]}
+    assert [warning.text for warning in run.warnings] == ["host n1: hot"]
+    rows = dict(status_rows(run, "running", None, "", 0.0))
+    assert rows["hardware"] == "n1: hot"
+    assert summarized([hot, well]).faults == {}
+    others = {"kind": "hosts_changed", "hosts": [["n2", 1]]}
+    assert summarized([hot, others]).faults == {}
 
 
 def test_a_diverged_loss_stays_visible() -> None:

@@ -89,6 +89,18 @@ def test_more_hosts_bring_what_the_measured_speeds_say(home: Path) -> None:
     assert max(many.completion_s.values()) == pytest.approx(alone_s / 2, rel=0.1)
 
 
+def test_a_job_that_asked_for_certain_hosts_keeps_to_them_where_they_are(home: Path) -> None:
+    records = queue_events(2, RUN_S)
+    records[1]["hosts"] = "a"
+    history = read_history(summarize_cluster(records))
+    outcome = simulate_history(history, history.hosts_with(3), 10.0, 0.0)
+    assert {
+        host for change in outcome.changes if change.job == "0 j0" for host in change.hosts
+    } == {"a"}
+    elsewhere = simulate_history(history, history.hosts_with(3)[1:], 10.0, 0.0)
+    assert outcome.completion_s["0 j0"] > 1.2 * elsewhere.completion_s["0 j0"]
+
+
 def test_a_job_of_which_too_little_was_measured_takes_as_long_as_it_did(home: Path) -> None:
     RunFolder.open("j1-run").events.write_text("")
     history = read_history(summarize_cluster(queue_events(2, RUN_S)))

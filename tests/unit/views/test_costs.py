@@ -120,9 +120,10 @@ def test_the_table_of_hosts_tells_who_is_slow_who_leaves_and_who_is_lost(replay:
     replay.train(12)
     replay.lose("node4")
     replay.add("host_draining", host="node3", cause="asked", leave_in_s=None, asked=True)
+    replay.add("host_faults", host="node1", faults=[{"what": "GPU 0 lost", "text": "it fell off"}])
     html = hosts_section(summary_of(replay))
     rows = {name: text_of(row) for name, row in re.findall(r"(node\d)</td>(.*?)</tr>", html)}
-    assert rows["node1"].startswith(" trains 2 of 2 33%")
+    assert rows["node1"].startswith(" unhealthy 2 of 2 33%")
     assert rows["node2"].startswith(" slow: 1.6 x 2 of 2 33%")
     assert rows["node3"].startswith(" leaves 2 of 2 33%")
     assert rows["node4"].startswith(" lost 0 of 2")

@@ -16,6 +16,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.message_sink import FileSink
+from hvd_elastic.worker.worker import Worker
 
 ONE = {
     "float64": np.float64(0.5),
@@ -90,3 +91,26 @@ def test_what_is_reported_after_the_last_step_is_recorded_when_training_ends(
     alone.training_ends()
     (event,) = read_records(tmp_path / "events.jsonl")
     assert event["accuracy"] == 0.75
+
+
+def test_a_metric_is_in_the_event_that_follows_its_report_alone(recorded: Any) -> None:
+    """So readers see when it was reported, also if its value is the same again."""
+    assert recorded(accuracy=0.5)["accuracy"] == 0.5
+    assert "accuracy" not in recorded(loss=1.0)
+    assert recorded(accuracy=0.5)["accuracy"] == 0.5
+
+
+def test_a_rank_that_becomes_rank_0_sends_what_was_reported_last(
+    alone: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone.worker.sink = FileSink(tmp_path)
+    monkeypatch.setattr(Worker, "rank", 1)
+    hvd.report(old=1)
+    hvd.report(older=1)
+    hvd.report(accuracy=0.5)
+    assert not [*read_records(tmp_path / "events.jsonl")]
+    monkeypatch.setattr(Worker, "rank", 0)
+    alone.training_ends()
+    (event,) = read_records(tmp_path / "events.jsonl")
+    assert event["accuracy"] == 0.5
+    assert "old" not in event

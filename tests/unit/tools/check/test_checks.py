@@ -33,7 +33,7 @@ LEADER: dict[str, Any] = {
 }
 GPU = {
     "index": "0", "name": "H100", "driver_version": "550.1", "memory.total": "80000",
-    "memory.used": "3", "ecc.errors.uncorrected.volatile.total": "0",
+    "memory.used": "3",
 }  # fmt: skip
 SETTINGS = CheckSettings(code="/job")
 NAMES = [f"gpu{number}" for number in (1, 2, 3, 4)]
@@ -112,11 +112,6 @@ ON_ETH0 = CheckSettings(interface="eth0")
             {"gpus": [{**GPU, "memory.used": "30000"}, {**GPU, "driver_version": "535.9"}]},
             {"gpus": WARNING, "driver": WARNING},
         ),
-        (
-            {"gpus": [GPU, {**GPU, "ecc.errors.uncorrected.volatile.total": "7"}]},
-            {"gpu memory": FAILED},
-        ),
-        ({"gpus": [{**GPU, "ecc.errors.uncorrected.volatile.total": "[N/A]"}] * 2}, {}),
         ({"code": {"train.py": "other"}}, {"code": FAILED}),
         ({"code": {"train.py": "aa", "more.py": "x"}}, {"code": FAILED}),
         ({"code": None}, {"code": FAILED}),

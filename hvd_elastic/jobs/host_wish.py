@@ -1,0 +1,153 @@
+"""Which hosts of a cluster a job asks for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hvd_elastic.errors import HostfileError, RunError, UsageError
+from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts
+
+
+@dataclass(frozen=True)
+class HostWish:
+    """Which hosts a job may have: all that fulfil each of these; without any all hosts.
+
+    Attributes:
+        only: list of names such as ``gpu[1-4]``, and of labels such as ``@a100``; empty: all.
+        exclude: such a list of hosts that it may not have.
+        labels: labels that a host has, all of them.
+        gpu_memory_gb: least memory of each of its GPUs [GB, 1e9 bytes]; None: it may have none.
+    """
+
+    only: str = ""
+    exclude: str = ""
+    labels: tuple[str, ...] = ()
+    gpu_memory_gb: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The options that ask for it.
+
+        >>> HostWish("gpu[1-4],@a100", gpu_memory_gb=40.0).words
+        '--hosts gpu[1-4],@a100 --gpu-memory 40'
+        """
+        memory = "" if self.gpu_memory_gb is None else f"{self.gpu_memory_gb:g}"
+        values = {
+            "--hosts": self.only,
+            "--exclude": self.exclude,
+            "--labels": ",".join(self.labels),
+            "--gpu-memory": memory,
+        }
+        return " ".join(f"{flag} {value}" for flag, value in values.items() if value)
+
+    def allowed(
+        self, hosts: Mapping[str, Host], memory_gb: Mapping[str, Sequence[float]]
+    ) -> frozenset[str] | None:
+        """Return the hosts that may be had; None: all, those of the future too.
+
+        Args:
+            memory_gb: memory of each GPU of hosts, as far as it is known [GB].
+        """
+        if self == HostWish():
+            return None
+        return frozenset(
+            host.name
+            for host in hosts.values()
+            if (not self.only or _names(self.only, host))
+            and not (self.exclude and _names(self.exclude, host))
+            and {*self.labels} <= {*host.labels}
+            and (
+                self.gpu_memory_gb is None
+                or _least_memory(host, memory_gb.get(host.name, ())) >= self.gpu_memory_gb
+            )
+        )
+
+    def refuse_impossible(
+        self,
+        hosts: Mapping[str, Host],
+        memory_gb: Mapping[str, Sequence[float]],
+        least: int,
+        whose: tuple[str, str],
+    ) -> None:
+        """Raise RunError if the hosts can never give a job what it asks for.
+
+        Args:
+            hosts: hosts of the cluster.
+            least: fewest slots of the job.
+            whose: the job and the cluster, in words.
+        """
+        job, cluster = whose
+        hostfile = Hostfile((*hosts.values(),), cluster)
+        labels = ",".join(f"@{label}" for label in self.labels)
+        lists = {"--hosts": self.only, "--exclude": self.exclude, "--labels": labels}
+        for flag, text in lists.items():
+            try:
+                if text:
+                    hostfile.choose(text)
+            except HostfileError as error:
+                raise UsageError(f"{flag}: {error}") from None
+        unknown = set() if self.gpu_memory_gb is None else hosts.keys() - memory_gb.keys()
+        everything = {**memory_gb, **dict.fromkeys(unknown, (float("inf"),))}
+        allowed = self.allowed(hosts, everything)
+        able = hosts.keys() if allowed is None else allowed
+        slots = sum(hosts[name].slots for name in able)
+        if slots >= least:
+            return
+        if not able:
+            names = replace(self, labels=(), gpu_memory_gb=None).allowed(hosts, {})
+            named = [host for host in hosts.values() if names is None or host.name in names]
+            has = "; ".join(_has(host, memory_gb, self) for host in named[:_MOST_TOLD])
+            more = "; …" if len(named) > _MOST_TOLD else ""
+            raise RunError(
+                f"no host of {cluster} is as {job} asks ({self.words}): {has or 'all are excluded'}"
+                + more
+            )
+        if allowed is None:
+            raise RunError(
+                f"{job} needs {count(least, 'slot')}, and {cluster} has {slots} on "
+                f"{count(len(hosts), 'host')}. Lower --min-np or --np, or add hosts to its "
+                "hostfile first."
+            )
+        raise RunError(
+            f"{job} needs {count(least, 'slot')}, and {hosts_named(sorted(able))} of {cluster}, "
+            f"which it asks for ({self.words}), {'has' if len(able) == 1 else 'have'} {slots}. "
+            "Lower --min-np or --np, or ask for more hosts."
+        )
+
+
+_MOST_TOLD = 8
+"""Hosts of which it is told what they have."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _wanted(text: str) -> frozenset[str]:
+    return frozenset(name.lower() if name[:1] != "@" else name for name in listed(text))
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the names and labels of a list; raises HostfileError if it is none."""
+    return expand_hosts(text, labels=True)
+
+
+def _names(text: str, host: Host) -> bool:
+    """Return whether a list names a host, by its name or a label."""
+    return not _wanted(text).isdisjoint([host.name.lower(), *(f"@{each}" for each in host.labels)])
+
+
+def _least_memory(host: Host, gpus: Sequence[float]) -> float:
+    """Return the memory of the smallest GPU that slots of a host use [GB]; 0 without one."""
+    used = [gpus[number] for number in host.devices if number < len(gpus)]
+    return min(used or gpus, default=0.0)
+
+
+def _has(host: Host, memory_gb: Mapping[str, Sequence[float]], wish: HostWish) -> str:
+    """Return what a host has of that which a job asks for."""
+    has = [f"labels {','.join(host.labels)}" if host.labels else "no labels"] if wish.labels else []
+    if wish.gpu_memory_gb is not None:
+        least = _least_memory(host, memory_gb.get(host.name, ()))
+        known = "" if host.name in memory_gb else " that is known"
+        has.append(f"GPUs of {least:.3g} GB" if least else f"no GPU{known}")
+    return f"{host.name} has {' and '.join(has)}" if has else host.name

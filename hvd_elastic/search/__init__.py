@@ -1,0 +1,1 @@
+"""Searches for hyperparameters: many trials as jobs of a cluster, the good ones trained further."""

@@ -1,0 +1,325 @@
+"""Searches: adds trials to the queue of a cluster, and holds, releases and ends them.
+
+The process is a client of the cluster's daemon, as a user's commands are. It keeps nothing that is
+not in the study's journal, in the queue or in the events of the runs, so it may be killed at any
+moment and started again: a trial whose job is not known is submitted with a token, by which the
+daemon knows it if it has it already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.jobs.job import Answer, Cancel, Hold, Hosts, Job, Release, SetPriority, Submit
+from hvd_elastic.jobs.place import ClusterFolder, clusters_folder
+from hvd_elastic.jobs.rights import open_queue, user_name
+from hvd_elastic.jobs.secrets import JobSecrets
+from hvd_elastic.jobs.server import RefusedError, ask_daemon
+from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.search.progress import TrialProgress
+from hvd_elastic.search.rungs import decide, rank_trials
+from hvd_elastic.search.space import fill
+from hvd_elastic.search.study import Study
+from hvd_elastic.search.trials import Decision, Trial, TrialStatus
+
+_ALL_FAIL = 3
+"""Trials that fail, before any has trained, after which the study ends."""
+_NUMBER = re.compile(r"\d+")
+
+
+def cluster_of(study: Study) -> ClusterFolder:
+    """Return the cluster of a study."""
+    path = Path(study.definition.cluster)
+    return ClusterFolder(path, shared=path.parent != clusters_folder())
+
+
+class Search:
+    """Looks at the trials of a study, and searches; for the latter, the caller holds its lock.
+
+    Args:
+        tell: called with what happens, a line each.
+        start_keeper: starts a keeper of this user, where the daemon is another user's.
+
+    Attributes:
+        trials: the trials as they were last seen.
+        reasons: why they are held or go on, as last decided.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        tell: Callable[[str], None] = lambda _: None,
+        start_keeper: Callable[[ClusterFolder], None] = lambda _: None,
+    ) -> None:
+        self.study = study
+        self.trials: list[Trial] = []
+        self.reasons: dict[int, str] = {}
+        self._tell = tell
+        self._start_keeper = start_keeper
+        self._place = cluster_of(study)
+        # Where the daemon is another user's, it writes this user's name.
+        self._by = user_name(os.getuid()) if self._place.is_others else f"search {study.name}"
+        self._progress: dict[int, TrialProgress] = {}
+        self._jobs: dict[int, Job] = {}
+        """Jobs of the trials that may still train."""
+        self._ended: list[Trial] = []
+        """Trials that have ended since this process began."""
+        self._told: dict[int, TrialStatus] = {}
+        self._cancelled: set[int] = set()
+        self._failure = self._why = ""
+        self._trouble = ""
+
+    def step(self, now: float) -> str:
+        """Look at the trials once, and do what is due.
+
+        Args:
+            now: present time [Unix s].
+
+        Returns:
+            Why the study has ended; empty: it has not.
+
+        Raises:
+            RunError: it has ended since all trials fail, or none reports the metric; or the daemon
+                refuses the trials.
+        """
+        self.look(now)
+        if self._end_trials():
+            self.look(now)
+        try:
+            decision = decide(self.trials, self.study.definition.rules, self._room(), now)
+            self.reasons |= decision.reasons
+            if len(self._ended) >= _ALL_FAIL:
+                self._failure = self._failure or self._common_failure(self._ended)
+            why = "stopped by its user" if self.study.stop_request.exists() else decision.finished
+            if why or self._failure:
+                return self._finish(why)
+            self._act(decision)
+        except RefusedError:
+            raise
+        except RunError as error:  # the daemon is not there
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._tell(f"{error}. Trials that run go on meanwhile")
+        else:
+            self._trouble = ""
+        return ""
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def ranked(self, now: float) -> list[Trial]:
+        """Return the trials as they are, the best first, with why each is held or goes on."""
+        self.look(now)
+        rules = self.study.definition.rules
+        reasons = decide(self.trials, rules, 0, now).reasons
+        told = [replace(t, reason=reasons.get(t.number) or t.reason) for t in self.trials]
+        return rank_trials(rules, told)
+
+    def look(self, now: float) -> None:
+        """Look at all trials as their jobs and their runs are."""
+        kept = self.study.trials()
+        active = [trial.number for trial in kept if trial.status.active]
+        self._jobs = self._jobs_of(active) if active else {}
+        # The jobs first: what a run has told before its end is read then.
+        self.trials = [
+            self._progress_of(trial.number).of(trial, self._jobs[trial.number], now)
+            if trial.number in self._jobs
+            else trial
+            for trial in kept
+        ]
+
+    def _jobs_of(self, numbers: Sequence[int]) -> dict[int, Job]:
+        """Return the jobs of trials as they are now; those that were not submitted are left out."""
+        with contextlib.closing(open_queue(self._place)) as store:
+            known = {n: self._jobs.get(n) or self._submitted(store, n) for n in numbers}
+            jobs = store.jobs([job.number for job in known.values() if job is not None])
+        return {n: jobs[job.number] for n, job in known.items() if job and job.number in jobs}
+
+    def _submitted(self, store: JobStore, number: int) -> Job | None:
+        """Return the job of a trial; None: it was not submitted."""
+        found = store.find(self._name(number))
+        return next((job for job in found if job.request.token == self._token(number)), None)
+
+    def _progress_of(self, number: int) -> TrialProgress:
+        if number not in self._progress:
+            metric = self.study.definition.metric
+            self._progress[number] = TrialProgress(metric, self._jobs[number].run_id)
+        self._progress[number].poll()
+        return self._progress[number]
+
+    def _room(self) -> int:
+        """Return how many trials fit into the slots of the cluster."""
+        rows = ask_daemon(self._place, Hosts()).data
+        slots = sum(row["slots"] for row in rows if row["state"] == "up")
+        return int(slots // self.study.definition.request.min_np)
+
+    # -- trials that have ended ------------------------------------------------------------
+
+    def _end_trials(self) -> bool:
+        """Write down which trials have ended, and how; return whether any has."""
+        ended = False
+        for trial in self.trials:
+            if trial.number not in self._jobs:
+                continue
+            self.study.report(trial)
+            if not trial.status.active:
+                trial = self._judged(trial)
+                self.study.end_trial(trial)
+                del self._progress[trial.number]
+                self._ended.append(trial)
+                ended = True
+            self._tell_trial(trial)
+        return ended
+
+    def _judged(self, trial: Trial) -> Trial:
+        """Return a trial whose job has ended as what it is in the study."""
+        definition = self.study.definition
+        rungs = definition.rules.rung_examples
+        is_ours = trial.reason.startswith(f"cancelled by {self._by}")
+        is_whole = trial.status is TrialStatus.DONE or bool(
+            is_ours and rungs and trial.examples >= rungs[-1]
+        )
+        if is_whole and not trial.points:
+            others = ", ".join(sorted(self._progress[trial.number].others)) or "nothing"
+            why = f"it never reported {definition.metric!r}; it reported {others}"
+            if not any(other.points for other in self.trials):
+                self._failure = self._failure or (
+                    f"trial {trial.number} has ended, and {why}. Give --metric the name that the "
+                    "script reports (hvd.report, or the logs of Keras, Lightning or Hugging Face); "
+                    f"its output: hvd-elastic logs {trial.run_id}"
+                )
+            return replace(trial, status=TrialStatus.FAILED, reason=why)
+        reason = trial.reason
+        if is_ours:
+            decided = self.reasons.get(trial.number, "")
+            is_judged = is_whole or decided.startswith("held")
+            reason = (decided if is_judged else self._why) or reason
+        status = TrialStatus.DONE if is_whole else trial.status
+        return replace(trial, status=status, reason=reason)
+
+    def _common_failure(self, ended: Sequence[Trial]) -> str:
+        """Return why the study fails: all that have ended have failed, none trains; empty: no."""
+        if not ended or any(trial.status is not TrialStatus.FAILED for trial in ended):
+            return ""
+        if any(trial.points or trial.examples for trial in self.trials):
+            return ""
+        causes = Counter(_NUMBER.sub("#", trial.reason) for trial in ended)
+        cause, times = causes.most_common(1)[0]
+        first = next(trial for trial in ended if _NUMBER.sub("#", trial.reason) == cause)
+        alike = "" if times == len(ended) else f", {times} of them alike"
+        return (
+            f"all {len(ended)} trials that have ended have failed{alike}: {first.reason}. See: "
+            f"hvd-elastic logs {first.run_id}"
+        )
+
+    def _finish(self, why: str) -> str:
+        """End all jobs; return why the study has ended when they have."""
+        jobs = [job.number for job in self._jobs.values() if job.status.active]
+        self._why = why
+        if jobs:
+            self._ask(Cancel, [number for number in jobs if number not in self._cancelled])
+            self._cancelled.update(jobs)
+            return ""
+        failed = [trial for trial in self.trials if trial.status is TrialStatus.FAILED]
+        if failure := self._failure or self._common_failure(failed):
+            raise RefusedError(failure)
+        return why
+
+    # -- acting ----------------------------------------------------------------------------
+
+    def _act(self, decision: Decision) -> None:
+        held = {n: job for n, job in self._jobs.items() if job.request.hold}
+        self._ask(Hold, [self._jobs[n].number for n in decision.hold if n not in held])
+        end = {*decision.end, *self._beyond()}
+        ending = [job for n, job in self._jobs.items() if n in end and job.stop is None]
+        self._ask(Cancel, [job.number for job in ending])
+        ours = [
+            j.number
+            for n, j in held.items()
+            if n in decision.release and j.request.hold == self._by
+        ]
+        self._ask(Release, ours)
+        by_priority: dict[float, list[int]] = defaultdict(list)
+        for number, priority in decision.priorities.items():
+            wanted = priority * self.study.definition.request.priority
+            if (job := self._jobs.get(number)) and not math.isclose(job.request.priority, wanted):
+                by_priority[wanted].append(job.number)
+        for wanted, jobs in by_priority.items():
+            self._ask(SetPriority, jobs, wanted)
+        for trial in self.trials:  # whose submission was cut short
+            if trial.status.active and trial.number not in self._jobs:
+                self._submit(trial)
+        for _ in range(decision.add):
+            trial = self.study.add_trial(self.trials)
+            self.trials.append(trial)
+            self._submit(trial)
+
+    def _beyond(self) -> list[int]:
+        """Return trials that have trained past the last rung and never reported the metric."""
+        last = self.study.definition.rules.rung_examples[-1:]
+        return [t.number for t in self.trials if last and not t.points and t.examples > last[0]]
+
+    def _ask(self, kind: type[Any], jobs: Sequence[int], *more: Any) -> None:
+        """Ask the daemon to change jobs; those that have ended meanwhile are seen next time."""
+        if jobs:
+            by = [self._by] if kind in (Hold, Cancel) else []
+            with contextlib.suppress(RefusedError):
+                self._start_if_needed(ask_daemon(self._place, kind([*jobs], *more, *by)))
+
+    def _submit(self, trial: Trial) -> None:
+        """Submit the job of a trial, unless the daemon has it."""
+        asked = self.study.definition.request
+        name, token = self._name(trial.number), self._token(trial.number)
+        spec = {**asked.spec, "command": fill(asked.words, trial.params, trial.number)}
+        if folder := spec.get("checkpoint_folder"):  # which is for one run
+            spec["checkpoint_folder"] = f"{folder}/{name}"
+        request = replace(asked, name=name, spec=spec, token=token)
+        environment = dict(os.environ)
+        if self._place.is_others:
+            request = JobSecrets(self._place).keep(replace(request, secret=token), environment)
+            environment = {}
+        answer = ask_daemon(self._place, Submit([request], environment))
+        self._start_if_needed(answer)
+        self._tell(f"trial {trial.number}: job {answer.jobs[0]}, {_params_words(trial.params)}")
+
+    def _start_if_needed(self, answer: Answer) -> None:
+        if answer.needs_keeper:
+            self._start_keeper(self._place)
+
+    def _name(self, number: int) -> str:
+        return f"{self.study.name}.{number}"
+
+    def _token(self, number: int) -> str:
+        return f"{self.study.definition.token}.{number}"
+
+    def _tell_trial(self, trial: Trial) -> None:
+        before, self._told[trial.number] = self._told.get(trial.number), trial.status
+        if trial.status is before or trial.status is TrialStatus.WAITING:
+            return
+        words = f"trial {trial.number}: {trial.status.value}"
+        if trial.points:
+            point = trial.points[-1]
+            words += f", {self.study.definition.metric} {point.value:.6g} at {point.examples:,.0f}"
+            words += " useful examples"
+        why = self.reasons.get(trial.number, "") if trial.status.active else trial.reason
+        if trial.status is not TrialStatus.RUNNING and why:
+            words += f"; {why}"
+        self._tell(words)
+
+
+def _params_words(params: Mapping[str, Any]) -> str:
+    """Return parameters in words.
+
+    >>> _params_words({"lr": 0.0123456, "act": "relu"})
+    'lr 0.01235, act relu'
+    """
+    shown = {n: f"{v:.4g}" if isinstance(v, float) else str(v) for n, v in params.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())

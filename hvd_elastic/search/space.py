@@ -1,0 +1,262 @@
+"""The parameters of a study: read from ``--param`` or a file, and put into a command."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import runpy
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hvd_elastic.errors import HvdElasticError, RunError, UsageError, raise_together
+
+if TYPE_CHECKING:
+    from optuna.trial import BaseTrial
+
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_PLACEHOLDER = re.compile(rf"\{{(\{{{_NAME.pattern}\}})\}}|\{{({_NAME.pattern})\}}")
+"""A name in braces; in two pairs of them it is text."""
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(.*))?")
+_WHOLE = re.compile(r"[-+]?\d+")
+TRIAL = "trial"
+"""Placeholder for the number of the trial."""
+Values: TypeAlias = Mapping[str, Any]
+Suggest: TypeAlias = "Callable[[BaseTrial], Values]"
+"""Chooses the parameters of a trial."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter that is searched.
+
+    Attributes:
+        choices: its values; empty: it is a range.
+        low, high: bounds of the range, which belong to it.
+        log: whether values are chosen by their logarithms.
+        step: distance of the values; None: any number, or any whole one if ``whole``.
+        whole: whether values are whole numbers.
+    """
+
+    name: str
+    choices: tuple[str | int | float, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    step: float | None = None
+    whole: bool = False
+
+    def suggest(self, trial: BaseTrial) -> Any:
+        """Return the value of a trial."""
+        if self.choices:
+            return trial.suggest_categorical(self.name, self.choices)
+        if self.whole:
+            step = int(self.step or 1)
+            return trial.suggest_int(
+                self.name, int(self.low), int(self.high), step=step, log=self.log
+            )
+        return trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
+
+    def grid(self) -> list[Any]:
+        """Return all values.
+
+        Raises:
+            UsageError: there is no end of them.
+        """
+        if self.choices:
+            return [*self.choices]
+        if self.log or (self.step is None and not self.whole):
+            raise UsageError(
+                f"--sampler grid tries all values, and {self.name} is a range without a step: list "
+                f"them ({self.name}={self.low:g},{self.high:g}), or give a step "
+                f"({self.name}={self.low:g}..{self.high:g}:STEP)"
+            )
+        step = self.step or 1
+        number = math.floor((self.high - self.low) / step + 1e-9) + 1
+        values = [self.low + step * place for place in range(number)]
+        return [int(value) for value in values] if self.whole else values
+
+
+def parse_param(text: str) -> Param:
+    """Return the parameter that a value of ``--param`` describes.
+
+    Raises:
+        UsageError: it is not valid; the message says what is.
+
+    >>> parse_param("lr=1e-4..1:log")
+    Param(name='lr', choices=(), low=0.0001, high=1.0, log=True, step=None, whole=False)
+    >>> parse_param("width=64,128").choices, parse_param("layers=2..8").whole
+    ((64, 128), True)
+    """
+    name, equals, values = text.partition("=")
+    if not equals or not _NAME.fullmatch(name) or not values:
+        raise UsageError(
+            f"--param {text!r} is not valid: give NAME=LOW..HIGH, NAME=LOW..HIGH:log, "
+            "NAME=LOW..HIGH:STEP or NAME=VALUE,VALUE,…, such as lr=1e-4..1:log"
+        )
+    if name == TRIAL:
+        raise UsageError(
+            f"--param {text}: {{{TRIAL}}} is the number of the trial; name it otherwise"
+        )
+    found = _RANGE.fullmatch(values)
+    if found is not None:
+        return _range(text, name, *found.groups())
+    if ".." in values:
+        raise UsageError(
+            f"--param {text}: the bounds of a range are numbers, such as {name}=1e-4..1 or "
+            f"{name}=1..8"
+        )
+    words = [word.strip() for word in values.split(",")]
+    if "" in words or len({*words}) < len(words):
+        raise UsageError(f"--param {text}: a value is empty or listed twice")
+    if len(words) < 2:
+        raise UsageError(
+            f"--param {text}: one value is nothing to search. Write it into the command, or give "
+            "several"
+        )
+    return Param(name, tuple(map(_typed, words)))
+
+
+def _range(text: str, name: str, low: str, high: str, how: str | None) -> Param:
+    least, most = float(low), float(high)
+    step = None
+    if not least < most:
+        what = "both bounds are equal" if least == most else "the bounds are reversed"
+        raise UsageError(f"--param {text}: {what}; give NAME=LOW..HIGH, such as {name}=1e-4..1")
+    if how == "log" and least <= 0:
+        raise UsageError(
+            f"--param {text}: a logarithmic range begins above 0, and this one begins at {low}"
+        )
+    if how not in (None, "log"):
+        try:
+            step = float(how)
+        except ValueError:
+            step = math.nan
+        if not 0 < step <= most - least:
+            raise UsageError(
+                f"--param {text}: what follows the range is log, or a step above 0 and at most "
+                f"{most - least:g}"
+            )
+    whole = all(_WHOLE.fullmatch(word) for word in (low, high, how) if word not in (None, "log"))
+    return Param(name, (), least, most, how == "log", step, whole)
+
+
+def _typed(word: str) -> str | int | float:
+    """Return a value as the number that is written so, or else as text.
+
+    >>> _typed("64"), _typed("0.5"), _typed("1e-4"), _typed("relu")
+    (64, 0.5, '1e-4', 'relu')
+    """
+    for kind in (int, float):
+        try:
+            if str(value := kind(word)) == word and math.isfinite(value):
+                return value
+        except ValueError:
+            continue
+    return word
+
+
+def check_space(names: Collection[str], command: Sequence[str], *, source: str = "--param") -> None:
+    """Check that the placeholders of a command are the parameters.
+
+    Args:
+        source: where the parameters are from, for messages.
+
+    Raises:
+        UsageError: one is missing there or here.
+    """
+    found = [each for word in command for each in _PLACEHOLDER.finditer(word)]
+    used = {each[2] for each in found if each[2]} - {TRIAL}
+    known = ", ".join(names) or "none"
+
+    def check_placeholders() -> None:
+        for name in sorted(used - {*names}):
+            raise UsageError(
+                f"the command has a placeholder {{{name}}}, and no parameter is named so (there "
+                f"is: {known}). Add it to {source}, or write {{{{{name}}}}} for the text itself"
+            )
+
+    def check_parameters() -> None:
+        for name in names:
+            if name not in used:
+                raise UsageError(
+                    f"no word of the command has the placeholder {{{name}}}, so parameter {name} "
+                    f"would change nothing. Write it where it belongs, such as --{name} {{{name}}}"
+                )
+
+    raise_together(check_placeholders, check_parameters)
+
+
+def fill(command: Sequence[str], values: Values, number: int) -> list[str]:
+    """Return a command with the parameters of a trial.
+
+    >>> fill(["train.py", "--lr={lr}", "--out", "t{trial}", "{{x}}"], {"lr": 0.1}, 3)
+    ['train.py', '--lr=0.1', '--out', 't3', '{x}']
+    """
+    known = {**values, TRIAL: number}
+
+    def value(found: re.Match[str]) -> str:
+        return found[1] or str(known[found[2]])
+
+    return [_PLACEHOLDER.sub(value, word) for word in command]
+
+
+def of_params(params: Sequence[Param]) -> Suggest:
+    """Return a function that chooses a value for each parameter."""
+    return lambda trial: {each.name: each.suggest(trial) for each in params}
+
+
+def of_file(path: Path) -> Suggest:
+    """Return the function ``suggest(trial)`` of a file, checked.
+
+    It may return the values of the placeholders by name; otherwise they are those that it has
+    asked the trial for.
+
+    Raises:
+        UsageError: the file has no such function.
+        RunError: it fails.
+    """
+    path = path.absolute()
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    with _explained(path):
+        function = runpy.run_path(str(path)).get("suggest")
+    if not callable(function):
+        raise UsageError(
+            f"{path} has no function suggest(trial), which asks for the parameters: "
+            'trial.suggest_float("lr", 1e-4, 1, log=True)'
+        )
+
+    def suggest(trial: BaseTrial) -> Values:
+        with _explained(path):
+            values = function(trial)
+        if values is not None and not isinstance(values, Mapping):
+            raise RunError(
+                f"{path}: suggest() has returned a {type(values).__name__}; it returns nothing, or "
+                "the values of the placeholders by name"
+            )
+        return dict(trial.params if values is None else values)
+
+    return suggest
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn an error of a user's file into one that names its line."""
+    try:
+        yield
+    except HvdElasticError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        if isinstance(error, SyntaxError):
+            lines = [error.lineno]
+        line = f", line {lines[-1]}" if lines else ""
+        raise RunError(f"{path}{line}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,71 @@
+"""What ``hvd-elastic search`` refuses before anything is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli.app import main
+from hvd_elastic.search.study import searches_folder
+
+pytest.importorskip("optuna")
+
+GOOD = ("--param", "lr=0.1..1", "--metric", "acc", "--goal", "max", "--trials", "9")
+TRAIN = ("--", "python", "train.py", "--lr", "{lr}")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+
+
+def without(name: str) -> tuple[str, ...]:
+    at = GOOD.index(name)
+    return (*GOOD[:at], *GOOD[at + 2 :])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*without("--goal"), *TRAIN), "give --goal max or --goal min"),
+        ((*GOOD, "--goal", "best", *TRAIN), "--goal is max or min, not 'best'"),
+        ((*without("--metric"), *TRAIN), "give --metric NAME"),
+        ((*without("--trials"), *TRAIN), "give --trials N"),
+        ((*without("--param"), *TRAIN), "give the parameters with --param"),
+        ((*GOOD, "--space", "s.py", *TRAIN), "both are given"),
+        ((*GOOD, "--param", "lr=1,2", *TRAIN), "--param names lr twice"),
+        ((*GOOD, "--param", "w=1,2", *TRAIN), "no word of the command has the placeholder {w}"),
+        ((*GOOD, *TRAIN, "{w}"), "a placeholder {w}, and no parameter is named so"),
+        ((*GOOD, "--rungs", "3", *TRAIN), "--rungs need --max-examples"),
+        (
+            (*GOOD, "--rungs", "9", "--max-examples", "100", *TRAIN),
+            "--reduction 3 there are at most 5",
+        ),
+        ((*GOOD, "--rungs", "2", "--checkpoint-every", "0", *TRAIN), "goes on from a checkpoint"),
+        ((*GOOD, "--sampler", "best", *TRAIN), "--sampler is one of tpe, random, grid, gp"),
+        ((*GOOD, "--sampler", "grid", *TRAIN), "lr is a range without a step"),
+        (
+            ("--param", "lr=1,2", *GOOD[2:], "--sampler", "grid", *TRAIN),
+            "--trials 9: the grid has 2 points",
+        ),
+        ((*GOOD, "--name", "x" * 41, *TRAIN), "at most 40 characters"),
+        (GOOD, "command"),
+        ((*GOOD, *TRAIN), "there is no cluster in"),
+        (("space.py", *GOOD[2:], *TRAIN), "space.py cannot be read"),
+        (("show", "nothing"), "there is no study 'nothing'"),
+        (("shwo",), "no such command 'shwo'"),
+    ],
+)
+def test_a_mistake_is_named(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["search", *words])
+    assert ended.value.code in (1, 2)
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "Traceback" not in printed
+    assert not searches_folder().exists()

@@ -1,0 +1,159 @@
+"""Studies on disk: what is defined, sampled and kept."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.search.space import parse_param
+from hvd_elastic.search.study import Definition, Study, list_studies
+from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
+
+optuna = pytest.importorskip("optuna")
+
+RULES = Rules("max", trials=50, rungs=2, max_examples=900.0)
+REQUEST = JobRequest("digits", {"command": ["python", "train.py", "--lr={lr}"], "cwd": "/"})
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+
+
+def defined(*params: str, **more: object) -> Definition:
+    found = tuple(map(parse_param, params or ["lr=1e-4..1:log"]))
+    made = Definition("acc", RULES, REQUEST, "/clusters/test", found, seed=3)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def ended(trial: Trial, *values: float, status: TrialStatus = TrialStatus.DONE) -> Trial:
+    points = tuple(Point(100.0 * (n + 1), value, 1e9) for n, value in enumerate(values))
+    return replace(trial, status=status, points=points, run_id=f"r{trial.number}", reason="why")
+
+
+def test_what_was_written_is_found_by_another_process() -> None:
+    study = Study.create(defined())
+    with study.lock():
+        first = study.add_trial([])
+        second = study.add_trial([first])
+        third = study.add_trial([first, second])
+        study.report(ended(second, 0.25))
+        study.end_trial(ended(first, 0.5, math.nan))
+        study.end_trial(ended(second, 0.25, status=TrialStatus.STOPPED))
+        study.end_trial(ended(third, status=TrialStatus.FAILED))
+        fourth = study.add_trial(study.trials())
+    found = Study.open("digits")
+    assert found.definition == study.definition
+    one, two, three, four = found.trials()
+    assert one.params == first.params
+    assert 1e-4 <= one.params["lr"] <= 1
+    assert [trial.status.value for trial in (one, two, three, four)] == [
+        "done", "stopped", "failed", "waiting",
+    ]  # fmt: skip
+    assert one.points[0] == Point(100.0, 0.5, 1e9)
+    assert math.isnan(one.points[1].value)
+    assert (one.run_id, one.reason) == ("r0", "why")
+    assert four.params == fourth.params
+    kept = optuna.load_study(study_name="digits", storage=found._open()[0]).trials
+    assert kept[0].value == -math.inf  # what is no number is the worst
+    assert kept[1].intermediate_values == {100: 0.25}
+    assert [study.name for study in list_studies()] == ["digits"]
+
+
+def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
+    study = Study.create(defined())
+    with study.lock():
+        trial = study.add_trial([])
+        study.end_trial(ended(trial, 0.5))
+        with pytest.raises(RunError, match="a process searches already for study digits"):
+            with Study.open("digits").lock():
+                pass
+    again = Study.create(defined())
+    assert again.definition.token == study.definition.token
+    with pytest.raises(UsageError, match="the parameters and the metric differ"):
+        Study.create(defined("lr=1e-3..1", metric="loss"))
+    with pytest.raises(RunError, match=r"there is no study 'other' in .*; there is: digits"):
+        Study.open("other")
+
+
+def test_a_study_whose_trials_have_ended_without_the_metric_gives_way() -> None:
+    study = Study.create(defined(metric="accuracy"))
+    with study.lock():
+        trial = study.add_trial([])
+        with pytest.raises(UsageError, match="and the metric differs"):
+            Study.create(defined())
+        study.end_trial(ended(trial, status=TrialStatus.FAILED))
+    assert Study.create(defined()).trials() == []
+    assert Study.open("digits").definition.token != study.definition.token
+
+
+def test_a_writer_that_was_killed_leaves_nothing_to_wait_for() -> None:
+    study = Study.create(defined())
+    with study.lock():
+        study.add_trial([])
+    journal = study.folder / "journal.log"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"op_code": 4, "wor')  # as on a full disk
+    (study.folder / "journal.log.lock").symlink_to(journal)
+    study = Study.open("digits")
+    with study.lock():
+        study.add_trial(study.trials())
+    assert len(Study.open("digits").trials()) == 2
+    assert journal.read_bytes().startswith(whole)
+    assert not os.path.lexists(study.folder / "journal.log.lock")
+
+
+def test_a_grid_is_tried_whole_and_once() -> None:
+    study = Study.create(defined("lr=0.1,0.2,0.4", "width=1..3", sampler="grid"))
+    with study.lock():
+        for number in range(9):
+            trial = study.add_trial(study.trials())
+            if number % 2:
+                study.end_trial(ended(trial, 0.5))
+    points = {(trial.params["lr"], trial.params["width"]) for trial in study.trials()}
+    assert len(points) == 9
+    with pytest.raises(UsageError, match="lr is a range without a step"):
+        parse_param("lr=1e-4..1:log").grid()
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "gp"])
+def test_a_sampler_goes_on_as_it_would_have_without_a_new_start(sampler: str) -> None:
+    if sampler == "gp":
+        pytest.importorskip("scipy")
+        pytest.importorskip("torch")
+
+    def rates(restart: bool) -> list[float]:
+        study = Study.create(defined(sampler=sampler, request=replace(REQUEST, name=f"s{restart}")))
+        for number in range(12):
+            with study.lock():
+                trial = study.add_trial(study.trials())
+                score = -abs(math.log10(trial.params["lr"]) + 2)
+                # Every third one is left where it is, as at a rung.
+                if number % 3:
+                    study.end_trial(ended(trial, score, score))
+            if restart:
+                study = Study.open(study.name)
+        return [trial.params["lr"] for trial in study.trials()]
+
+    straight = rates(False)
+    assert len({*straight}) == 12
+    assert rates(True) == straight
+
+
+def test_tpe_learns_from_trials_that_are_held() -> None:
+    """Optuna takes a trial that runs for a bad one, and a held one is often a good one."""
+    study = Study.create(defined(seed=1))
+    trials: list[Trial] = []
+    with study.lock():
+        for _ in range(40):
+            trial = study.add_trial(trials)
+            score = -abs(math.log10(trial.params["lr"]) + 3)
+            trials.append(ended(trial, score, status=TrialStatus.HELD))
+    late = [abs(math.log10(trial.params["lr"]) + 3) for trial in trials[25:]]
+    assert sorted(late)[len(late) // 2] < 0.5  # of uniform ones, the median is 1
