@@ -490,8 +490,6 @@ class _Pod:
                 self._start()
             return
         status = self._process.poll()
-        if not self.pid.exists() and (first := self._first()) is not None:
-            self.pid.write_text(str(first))
         if status is not None and not self._ended:
             self._ended = True
             code = 128 - status if status < 0 else status
@@ -564,6 +562,14 @@ class _Pod:
                 stderr=log,
             )
         self._since = _now()
+        deadline = time.monotonic() + START_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            first = self._first()
+            with contextlib.suppress(OSError):
+                if first and _POD.encode() not in Path(f"/proc/{first}/cmdline").read_bytes():
+                    self.pid.write_text(str(first))  # its volumes are there
+                    break
+            time.sleep(0.02)
         self._nodes.tell(self.manifest, "Running", {"running": {"startedAt": self._since}})
 
     def _source(self, volume: Mapping[str, Any]) -> Path:

@@ -162,8 +162,8 @@ def test_what_a_pod_lacks_is_told_and_the_others_train(stage, nodes) -> None:
 def test_a_pod_that_finds_no_room_is_given_up(stage, nodes) -> None:
     words = ("--pods", "1", "--start-limit", "4", "--gpus-per-pod", "9")
     with SubmittedPods(nodes, stage, *words) as job:
-        for told in ("Insufficient nvidia.com/gpu", "is given up after"):
-            job.wait_for(lambda told=told: told in job.output_of_leaders(), told)
+        told = ("Insufficient nvidia.com/gpu", "is given up after")
+        job.wait_for(lambda: all(each in job.output_of_leaders() for each in told), str(told))
 
 
 def test_an_image_that_cannot_be_pulled_is_told(stage, nodes) -> None:

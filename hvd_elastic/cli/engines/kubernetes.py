@@ -506,7 +506,8 @@ def _pod_of(kubectl: Kubectl, run_id: str) -> str:
     print(f"no pod leads the run: {pod} shows it for {_LOOK_AT_S} s", file=sys.stderr)
     limit = f"--timeout={_START_S:g}s"
     with contextlib.suppress(RunError):
-        kubectl.call("wait", f"pod/{pod}", "--for=condition=Ready", limit)
+        words = ("wait", f"pod/{pod}", "--for=condition=Ready", limit)
+        kubectl.call(*words, timeout_s=2 * _START_S)
         return str(pod)
     kubectl.call("delete", f"pod/{pod}", "--wait=false")
     raise RunError(

@@ -13,7 +13,6 @@ from typing import Any
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.json_text import parse_json
 
-_TIMEOUT_S = 60.0
 _ADVICE = (
     (
         r"localhost:8080|current-context is not set|no configuration has been provided",
@@ -71,8 +70,11 @@ class Kubectl:
             )
         return ["kubectl", *self._options, *words]
 
-    def call(self, *words: str, stdin: str | None = None) -> str:
+    def call(self, *words: str, stdin: str | None = None, timeout_s: float = 60.0) -> str:
         """Return what a command has printed.
+
+        Args:
+            timeout_s: its time limit [s].
 
         Raises:
             RunError: it failed; says what to do where that is known.
@@ -84,10 +86,10 @@ class Kubectl:
                 stdin=subprocess.DEVNULL if stdin is None else None,
                 capture_output=True,
                 text=True,
-                timeout=_TIMEOUT_S,
+                timeout=timeout_s,
             )
         except subprocess.TimeoutExpired as error:
-            raise RunError(f"kubectl {words[0]} took longer than {_TIMEOUT_S:g} s") from error
+            raise RunError(f"kubectl {words[0]} took longer than {timeout_s:g} s") from error
         if done.returncode:
             raise RunError(f"kubectl {words[0]} failed: {_with_advice(done.stderr)}")
         return done.stdout
