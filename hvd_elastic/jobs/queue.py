@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -86,7 +87,8 @@ class JobQueue:
             raise UsageError(
                 f"--after names job {number}, and there is none; see: hvd-elastic queue --all"
             )
-        there = [self._added_before(request) for request in requests]
+        before = self._added_before(requests)
+        there = [before.get((each.name, each.token, each.user)) for each in requests]
         new = [each for each, job in zip(requests, there, strict=True) if job is None]
         added = self.store.add_jobs(new, environment, time.time()) if new else []
         self.active |= {job.number: job for job in added}
@@ -111,11 +113,14 @@ class JobQueue:
         rest = iter(added)
         return [next(rest) if job is None else job for job in there]
 
-    def _added_before(self, request: JobRequest) -> Job | None:
-        """Return the job that the same request has added; None: it has not."""
-        same = self.store.find(request.name, request.user) if request.token else []
-        tokens = (job for job in same if job.request.token == request.token)
-        return next((job for job in tokens if job.request.user == request.user), None)
+    def _added_before(
+        self, requests: Iterable[JobRequest]
+    ) -> dict[tuple[str, str, int | None], Job]:
+        """Return the jobs that requests with tokens have added, by name, token and user."""
+        named = {(each.name, each.user) for each in requests if each.token}
+        same = (job for name, user in named for job in self.store.find(name, user))
+        tokens = (job for job in same if job.request.token)
+        return {(job.name, job.request.token, job.request.user): job for job in tokens}
 
     def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job], list[Job]]:
         """Cancel jobs.
@@ -393,14 +398,17 @@ class JobQueue:
         self._tell_ended([ended])
         return ended
 
-    def limit_time(self, job: Job) -> Job:
+    def limit_time(self, job: Job, limit_s: float, whose: str = "") -> Job:
         """Begin to end a job that has run as long as it may, and tell once that it soon has.
+
+        Args:
+            limit_s: how long it may run [s].
+            whose: by whose limit, in words; empty: its own.
 
         Returns:
             The job, which has :attr:`StopReason.TIME_LIMIT` then.
         """
-        limit_s = job.request.time_limit_s
-        if limit_s is None or job.stop is not None:
+        if math.isinf(limit_s) or job.stop is not None:
             return job
         left_s = limit_s - job.run_s(time.time())
         if left_s > limit_s * _LAST_PART:
@@ -416,8 +424,8 @@ class JobQueue:
         job = replace(
             job,
             stop=StopReason.TIME_LIMIT,
-            reason=f"time limit of {duration_words(limit_s)}: hvd-elastic requeue {job.number} "
-            + goes_on,
+            reason=f"time limit of {duration_words(limit_s)}{whose and f' of {whose}'}: "
+            f"hvd-elastic requeue {job.number} {goes_on}",
         )
         self._save([job])
         return job

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, date_words, hosts_named
+from hvd_elastic.formatting import count, date_words, duration_words, hosts_named
 from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
@@ -28,6 +28,7 @@ from hvd_elastic.jobs.job import (
     Request,
     Requeue,
     SetPriority,
+    ShowLimits,
     Submit,
     UndrainHost,
 )
@@ -39,6 +40,9 @@ from hvd_elastic.jobs.store import JobStore
 
 _MOST_JOBS_OF_OTHERS = 20_000
 """Jobs of another user that wait or run: the daemon goes through all of them at each look."""
+_MOST_CHANGES, _CHANGES_S = 40_000.0, 10.0
+"""Jobs that another user may change at once, and per second in the long run: each change is kept
+in the database and the events."""
 
 
 class QueueRequests:
@@ -50,6 +54,7 @@ class QueueRequests:
         hosts: the hosts, which of them are lost, what operators have set, and their GPUs.
         emit: records an event.
         host_rows: returns what there is to say of each host.
+        limit_rows: returns what there is to say of limits and shares.
         has_keeper: returns whether the keeper of a user is there.
 
     Attributes:
@@ -65,6 +70,7 @@ class QueueRequests:
         emit: Callable[[str, Mapping[str, Any]], None],
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
+        limit_rows: Callable[[], dict[str, Any]],
         has_keeper: Callable[[int | None], bool],
     ) -> None:
         self._name = place.name
@@ -73,7 +79,10 @@ class QueueRequests:
         self._hosts, self._health, self._operator_state, self._gpus = hosts
         self._emit = emit
         self._host_rows = host_rows
+        self._limit_rows = limit_rows
         self._has_keeper = has_keeper
+        self._changes_left: dict[int, tuple[float, float]] = {}
+        """Jobs that other users may still change now, and since when [s, monotonic]."""
         self.down: Down | None = None
 
     def answer(self, request: Request, user: int) -> Answer:
@@ -88,6 +97,8 @@ class QueueRequests:
         request = of_user(request, user, self._operators, named)
         if isinstance(request, Submit):
             self._refuse_too_many(user, len(request.jobs))
+        if not isinstance(request, (Look, Hosts)):
+            self._refuse_too_often(user, len(getattr(request, "jobs", ())))
         if isinstance(request, Look):
             answer = Answer("", data=read_for(self._store, request, user))
         else:
@@ -159,6 +170,8 @@ class QueueRequests:
                 return self._end(request)
             case Hosts():
                 return Answer(self._operator_state.paused_by, data=self._host_rows())
+            case ShowLimits():
+                return Answer("", data=self._limit_rows())
             case Look():
                 raise UsageError("the queue of this user's own daemon is read from its database")
 
@@ -212,6 +225,19 @@ class QueueRequests:
                 f"user {user_name(user)} has {count(own, 'job')} that wait or run, and may have "
                 f"{_MOST_JOBS_OF_OTHERS:,} on a cluster of several users; submit the others later"
             )
+
+    def _refuse_too_often(self, user: int, jobs: int) -> None:
+        """Raise RunError if a user changes jobs so often that the records would fill the disk."""
+        now = time.monotonic()
+        left, at = self._changes_left.get(user, (_MOST_CHANGES, now))
+        left = min(_MOST_CHANGES, left + (now - at) * _CHANGES_S) - max(1, jobs)
+        if left < 0:
+            raise RunError(
+                f"user {user_name(user)} has changed {_MOST_CHANGES:,.0f} jobs in a short time, "
+                f"and may go on with {_CHANGES_S:g} a second; try again in "
+                f"{duration_words(-left / _CHANGES_S)}"
+            )
+        self._changes_left[user] = left, now
 
     def _allowed(self, wish: HostWish) -> frozenset[str] | None:
         return wish.allowed(self._hosts.listed, self._gpus.memory_gb)

@@ -274,7 +274,8 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
     with cluster:
         one = cluster.submit("--name", "one", *train)
         until(lambda: cluster.slots(one) >= 2, "an idle cluster is given to the job")
-        every = [one, cluster.submit("--name", "two", *train), cluster.submit(*train)]
+        there = ("--hosts", stage.hosts[1])
+        every = [one, cluster.submit("--name", "two", *there, *train), cluster.submit(*train)]
 
         def trained() -> list[int]:
             runs = [cluster.job(number)["run_id"] for number in every]
@@ -295,6 +296,9 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
         )
         enough.touch()
         cluster.call("wait", *every)
+        decided = cluster.events("jobs_decided")
+        hosts = {host for each in decided for host in each["allocations"].get(str(every[1]), ())}
+        assert hosts == {stage.hosts[1]}
         for number in every:
             run_id = cluster.job(number)["run_id"]
             assert audit_of(cluster.home / "runs" / run_id).ok, run_id

@@ -154,6 +154,7 @@ def up(
             for name, value in {
                 "operators": operators,
                 "notify": notify,
+                "notify-held": notify_held,
                 "ssh-config": config,
             }.items():
                 words += [f"--{name}", value] if value else []

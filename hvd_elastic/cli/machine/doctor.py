@@ -180,9 +180,10 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    """Return a line for each package that ours requires without an extra."""
+    """Return a line for each package that ours requires here without an extra."""
     asked = [Requirement(text) for text in _requirements()[1]]
-    return [_package(needs) for needs in asked if "extra" not in str(needs.marker)]
+    here = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [_package(needs) for needs in here]
 
 
 def _package(needs: Requirement) -> Finding:

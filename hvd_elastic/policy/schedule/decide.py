@@ -333,10 +333,11 @@ def _why_waits(
             earlier = {False: "that came earlier", True: "of higher priority"}
             those = " or ".join(earlier[is_higher] for is_higher in sorted(first, reverse=True))
             why = f"held by {count(len(holders), 'job')} {those}"
-    slots = "slots" if job.hosts is None else "slots of the hosts that it asks for"
+    of_which = "" if job.hosts is None else " of the hosts that it asks for"
     if used == cluster.capacity:
-        return f"waits: all {used} {slots} are {why}"
-    what = f"{used} of {cluster.capacity} {slots} {'is' if used == 1 else 'are'}"
+        what = f"the one slot{of_which} is" if used == 1 else f"all {used} slots{of_which} are"
+        return f"waits: {what} {why}"
+    what = f"{used} of {cluster.capacity} slots{of_which} {'is' if used == 1 else 'are'}"
     return f"waits: {what} {why}, and it needs {job.min_slots}"
 
 

@@ -241,6 +241,10 @@ def test_a_checkpoint_that_could_not_be_fetched_is_tried_again_while_its_hosts_a
     assert run.warnings[1].endswith("node1: the connection is lost"), "nothing can be tried"
     assert not run.collector.is_awaited(time.monotonic())
     assert gone.steps() == [(20, 1)]
+    for each in run.collector._known.values():
+        each.retry.at = 0.0
+    run.collector.fetch_due()
+    assert not run.collector.busy, "a host that is gone is not asked"
 
 
 def test_what_the_leader_before_had_fetched_already_is_no_loss(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_a_torch_that_does_not_fit_is_told_with_the_reason(monkeypatch):
 
 def test_versions_out_of_the_range_of_the_package_are_told(monkeypatch):
     needs = ["paramiko>=99", "numpy>=1", "absent-package", 'torch>=99; extra == "torch"']
+    needs += ["absent-of-old-pythons; python_version < '3'"]
     monkeypatch.setattr(doctor, "_requirements", lambda: (">=3.99", needs))
     paramiko, numpy, absent = doctor._packages()
     assert paramiko.health is absent.health is Health.MISSING

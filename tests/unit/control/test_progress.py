@@ -67,6 +67,10 @@ def test_nobody_is_stuck_while_one_computes() -> None:
     assert monitor.stuck(GENERATION, MEMBERS) == []
 
 
+def test_nobody_is_stuck_while_nobody_waits() -> None:
+    assert watch(a=computes(1e6)).stuck(GENERATION, ["a"]) == []
+
+
 def test_a_generation_is_stuck_when_all_wait_for_each_other() -> None:
     monitor = watch(a=waits(5.0), b=waits(6.0), c=waits(5.2))
     found = monitor.stuck(GENERATION, MEMBERS)

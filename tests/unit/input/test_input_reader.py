@@ -255,6 +255,11 @@ def test_a_host_with_another_data_set_is_not_used(start: Any, warnings: list[str
     assert len(warnings) == 1
     assert "input host cpu1 is not used: its data set has 999 examples" in warnings[0]
     assert host.source.read == []
+    mended = Host(Source(), "cpu1")
+    reader.use([])
+    reader.use([mended.server])
+    wait_until(lambda: reader.helpers().number == 1)
+    mended.close()
     host.close()
 
 

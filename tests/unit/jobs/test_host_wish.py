@@ -108,7 +108,7 @@ def test_jobs_run_on_the_hosts_that_they_ask_for_and_wait_for_new_ones(
     runs, waits = submit(HostWish(labels=("big",))), submit(HostWish("@big"))
     daemon.until(lambda: held(runs) and daemon.job(waits).reason)
     assert held(runs) == {"b": 1}
-    said = "waits: all 1 slots of the hosts that it asks for are held by 1 job that came earlier"
+    said = "waits: the one slot of the hosts that it asks for is held by 1 job that came earlier"
     daemon.until(lambda: daemon.job(waits).reason == said)
     last = submit(HostWish(exclude="b"))
     daemon.until(lambda: held(last) == {"a": 1})

@@ -104,7 +104,9 @@ def test_refusal_is_raised_with_its_exit_status(place: ClusterFolder) -> None:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("text", [b"", b"nonsense", b'{"type":"run","command":"sh"}', b"\xff" * 99])
+@pytest.mark.parametrize(
+    "text", [b"[" * 1_000_000, b"", b"nonsense", b'{"type":"run","command":"sh"}', b"\xff" * 99]
+)
 def test_invalid_request_is_answered(place: ClusterFolder, text: bytes) -> None:
     with connection(place) as made:
         made.sendall(text)

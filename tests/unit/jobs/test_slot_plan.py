@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.progress import READ_KINDS, Measured, RunProgress
 from hvd_elastic.jobs.slot_plan import Candidate, expected_starts, plan_slots
@@ -212,6 +213,23 @@ def test_job_of_low_priority_does_not_starve_behind_many() -> None:
     assert plan_slots([*many, low], HOSTS, NOW).slots[1]
 
 
+def test_jobs_of_one_host_neither_starve_nor_keep_others_from_the_rest() -> None:
+    every = [running(n, {"ab"[n % 2]: 1}, priority=2.0) for n in (2, 3, 4, 5)]
+    only_a = frozenset("a")
+    low = Candidate(job(1, queued_at=NOW - 10 * 3600.0), hosts=only_a)
+    plan = plan_slots([*map(Candidate, every), low], HOSTS, NOW)
+    assert plan.slots[1] == {"a": 1}
+    crowd = [Candidate(job(n, queued_at=NOW - 5 * 3600.0 + n), hosts=only_a) for n in range(10, 60)]
+    plan = plan_slots([*crowd, Candidate(job(1))], HOSTS, NOW)
+    assert plan.slots[1].keys() == {"b"}, "though those that came before would fill the cluster"
+    assert [plan.slots[n] for n in range(10, 13)] == [{"a": 1}, {"a": 1}, {}]
+    asks = replace(crowd[0].job.request, wish=HostWish("a,c", exclude="b"))
+    waits = Candidate(replace(crowd[0].job, request=asks), hosts=only_a)
+    plan = plan_slots([waits], HOSTS[1:], NOW)
+    told = "waits: it needs 1 slot, the hosts that it asks for (--hosts a,c --exclude b) have 0"
+    assert (plan.slots[10], plan.reasons[10]) == ({}, told)
+
+
 def test_jobs_of_fixed_size_get_all_or_nothing() -> None:
     fixed = Candidate(job(1, kind=JobKind.FIXED, min_np=3, max_np=3))
     others = [
@@ -262,6 +280,8 @@ def test_measured_job_grows_to_twice_what_was_timed_and_tells_when_it_ends(run: 
     assert eta is not None
     assert progress.measured.remaining(None, None) == pytest.approx(3 * progress.measured.done)
     assert 50 < eta - NOW < 180
+    unheard = Candidate(running(1, {"a": 1}), progress.measured, unheard="a is silent")
+    assert plan_slots([unheard], HOSTS, NOW).etas == {1: None}
 
 
 def test_idle_cluster_is_given_to_one_job_and_shared_with_the_next(run: Written) -> None:

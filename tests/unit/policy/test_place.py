@@ -19,6 +19,7 @@ def test_fewest_hosts_first():
     assert place(hosts, 9) == [{"a": 1, "b": 8}]
     assert place(hosts, 8) == [{"b": 8}]
     assert place(hosts, 3)[0] == {"c": 3}, "the smallest that is large enough"
+    assert place([HostOffer("a", 4, 1.0), HostOffer("b", 3, 9.0)], 3) == [{"a": 3}], "but no dearer"
 
 
 def test_hosts_in_use_stay_in_use():
