@@ -22,6 +22,7 @@ from hvd_elastic.model.timings import Configuration
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
@@ -239,6 +240,7 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
     loader: Loader = hvd.DataLoader(regression(400), 10, max_batch_size=10)
     bad: set[int] = {3, 7}
+    sampled: set[int] = set()
 
     @hvd.run
     def train(state: hvd.State) -> None:
@@ -248,10 +250,15 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
                 factor = math.nan if alone.worker.progress.step in bad else 1.0
                 (factor * torch.nn.functional.mse_loss(model(inputs), targets)).backward()
                 optimizer.step()
+                averager = averager_of(optimizer)
+                assert averager is not None
+                sampled.update(row[0] for row in averager.gradients.sampling.statistics._rows)
                 state.commit()
 
     train(hvd.State(model=model, optimizer=optimizer))
     assert isinstance(loader.planner, AdaptivePlanner)
+    assert sampled
+    assert not sampled & bad, "the noise scale would be NaN"
     assert alone.worker.progress.skipped == 2
     assert torch.isfinite(model.weight).all()
     assert alone.worker.progress.examples == 400
