@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -31,6 +33,7 @@ from hvd_elastic.jobs.job import (
     Request,
     Requeue,
     SetPriority,
+    ShowLimits,
     Submit,
     UndrainHost,
 )
@@ -68,9 +71,15 @@ def user_name(uid: int | None) -> str:
     """Return the name of a user; None is the daemon's own."""
     uid = os.getuid() if uid is None else uid
     try:
-        return pwd.getpwuid(uid).pw_name
+        return _account_name(uid)
     except KeyError:
         return str(uid)
+
+
+@functools.lru_cache(maxsize=1024)
+def _account_name(uid: int) -> str:
+    """Return a user's name: a daemon asks for those of all jobs at each decision."""
+    return pwd.getpwuid(uid).pw_name
 
 
 def user_id(name: str) -> int:
@@ -114,7 +123,7 @@ def of_user(
             request = structs.replace(request, by=user_name(user))
         case Pause(by) if user in operators:
             request = Pause(user_name(user) if by else "")
-        case Hosts() | Look() | Release():
+        case Hosts() | ShowLimits() | Look() | Release():
             pass
         case _ if user not in operators:
             raise RunError(
@@ -211,6 +220,16 @@ _READS = {
 """Methods of the store that others may call over the socket, and what they return."""
 
 
+_BY_NUMBER = ("jobs", "statuses")
+"""Those of them that take numbers of jobs, and return something for each."""
+_MOST_ROWS = 1000
+"""Jobs that are told in one answer, so that the daemon has time for its other work."""
+
+
+def _bounded(limit: int | None) -> int:
+    return _MOST_ROWS if limit is None else max(0, min(limit, _MOST_ROWS))
+
+
 def read_for(store: JobStore, look: Look, user: int) -> Any:
     """Return what a user may see of the queue.
 
@@ -224,7 +243,11 @@ def read_for(store: JobStore, look: Look, user: int) -> Any:
         if look.what == _EVENTS:
             return _events_for(store, user, *values)
         if look.what == "with_status":
-            values = [JobStatus(values[0]), *values[1:]]
+            values = [JobStatus(values[0]), _bounded(values[1]), *values[2:]]
+        elif look.what == "ended":
+            values = [_bounded(values[0]), *values[1:]]
+        elif look.what in _BY_NUMBER and len(values[0]) > _MOST_ROWS:
+            raise UsageError(f"at most {_MOST_ROWS} jobs can be named in one request")
         elif look.what == "find":
             values = [values[0], user]
         found = getattr(store, look.what)(*values)
@@ -340,24 +363,52 @@ class _OverSocket:
     def __getattr__(self, name: str) -> Any:
         if name not in _READS:
             raise AttributeError(name)
+        return partial(self._by_parts if name in _BY_NUMBER else self._read, name)
 
-        def read(*values: Any) -> Any:
-            plain = [
-                [*each] if isinstance(each, Iterable) and not isinstance(each, str) else each
-                for each in values
-            ]
-            answer = ask_daemon(self._place, Look(name, plain))
-            if answer.needs_keeper and self._start_keeper is not None:
-                start, self._start_keeper = self._start_keeper, None
-                start()
-            found = msgspec.convert(answer.data, _READS[name], strict=False)
-            if isinstance(found, list):
-                return [self._whole(each) if isinstance(each, Job) else each for each in found]
-            if name == "jobs":
-                return {number: self._whole(job) for number, job in found.items()}
-            return found
+    def with_status(self, status: JobStatus, limit: int | None = None) -> list[Job]:
+        """Return the jobs of a state, oldest first."""
+        return self._pages(limit, lambda most, last: ["with_status", status, most, last], 0)
 
-        return read
+    def ended(self, limit: int | None = None) -> list[Job]:
+        """Return jobs that have ended, the last submitted first."""
+        return self._pages(limit, lambda most, last: ["ended", most, last], 2**62)
+
+    def _pages(
+        self, limit: int | None, asked: Callable[[int, int], list[Any]], first: int
+    ) -> list[Job]:
+        """Return jobs that are read a part at a time, each from the number of the last one on."""
+        found: list[Job] = []
+        while limit is None or len(found) < limit:
+            most = _bounded(None if limit is None else limit - len(found))
+            page = self._read(*asked(most, found[-1].number if found else first))
+            found += page
+            if len(page) < most:
+                break
+        return found
+
+    def _by_parts(self, name: str, numbers: Iterable[int]) -> Any:
+        wanted = [*numbers]
+        parts = range(0, max(1, len(wanted)), _MOST_ROWS)
+        found: dict[int, Any] = {}
+        for first in parts:
+            found |= self._read(name, wanted[first : first + _MOST_ROWS])
+        return found
+
+    def _read(self, name: str, *values: Any) -> Any:
+        plain = [
+            [*each] if isinstance(each, Iterable) and not isinstance(each, str) else each
+            for each in values
+        ]
+        answer = ask_daemon(self._place, Look(name, plain))
+        if answer.needs_keeper and self._start_keeper is not None:
+            start, self._start_keeper = self._start_keeper, None
+            start()
+        found = msgspec.convert(answer.data, _READS[name], strict=False)
+        if isinstance(found, list):
+            return [self._whole(each) if isinstance(each, Job) else each for each in found]
+        if name == "jobs":
+            return {number: self._whole(job) for number, job in found.items()}
+        return found
 
     def _whole(self, job: Job) -> Job:
         """Add what this user's files alone say of an own job."""

@@ -226,16 +226,17 @@ class JobStore:
         """Return the jobs that wait or run, oldest first."""
         return self._select("WHERE status IN (?, ?) ORDER BY number", _ACTIVE)
 
-    def with_status(self, status: JobStatus, limit: int | None = None) -> list[Job]:
-        """Return the jobs of a state, oldest first."""
+    def with_status(self, status: JobStatus, limit: int | None = None, after: int = 0) -> list[Job]:
+        """Return the jobs of a state whose numbers are above ``after``, oldest first."""
         most = -1 if limit is None else limit
-        return self._select("WHERE status = ? ORDER BY number LIMIT ?", (status.value, most))
+        where = "WHERE status = ? AND number > ? ORDER BY number LIMIT ?"
+        return self._select(where, (status.value, after, most))
 
-    def ended(self, limit: int | None = None) -> list[Job]:
-        """Return jobs that have ended, the last submitted first."""
+    def ended(self, limit: int | None = None, before: int = _MOST_INTEGER) -> list[Job]:
+        """Return jobs that have ended with numbers below ``before``, the last submitted first."""
         most = -1 if limit is None else limit
-        where = "WHERE status NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
-        return self._select(where, (*_ACTIVE, most))
+        where = "WHERE status NOT IN (?, ?) AND number < ? ORDER BY number DESC LIMIT ?"
+        return self._select(where, (*_ACTIVE, before, most))
 
     def counts(self) -> dict[JobStatus, int]:
         """Return the number of jobs of each state that has any."""

@@ -106,15 +106,12 @@ def main() -> None:
     """Tell of the hardware until the input ends; at once if there is nothing to tell."""
     os.nice(19)
     gpus = NvmlFaults()
-    told = None
     while True:
         found = {"gpus": gpus.read(), **read_log_and_memory()}
         if found["xids"] is None and len(gpus):
             found["xids"] = gpus.xids()
-        if found != told:
-            told = found
-            sys.stdout.write(json.dumps(found) + "\n")
-            sys.stdout.flush()
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
         if not any(each not in (None, []) for each in found.values()):
             return
         if select.select([0], [], [], EVERY_S)[0]:

@@ -20,22 +20,33 @@ from dataclasses import dataclass
 from hvd_elastic.formatting import number_words
 from hvd_elastic.search.trials import Decision, Point, Rules, Trial, TrialStatus
 
-_HIGHER = 2.0
+_HIGHER = 1.5
 """Priority of a trial relative to one that has reached one rung less: it has proved to be good."""
 _BEST = 1.25
 """Priority of the best trial of a rung relative to the last one that goes on from there."""
+_SETTLED_S = 30.0
+"""Time after a trial has reached a rung until which slots move [s]."""
 
 
-def decide(trials: Sequence[Trial], rules: Rules, room: int, now: float) -> Decision:
+def decide(
+    trials: Sequence[Trial],
+    rules: Rules,
+    slots: int,
+    now: float,
+    least: int = 1,
+    most: int | None = None,
+) -> Decision:
     """Return what is to be done about the trials of a study.
 
-    A trial is added while fewer train than have room, and none waits for slots: its first slot
-    brings more than a further slot of another trial. With a deadline none is added that would not
-    reach the second rung.
+    A trial is added while there are slots for it, and none waits. On a higher rung a trial trains
+    ``reduction`` times as long to the next one, so as many times the slots are left to it, until
+    it is seen that it takes less. With a deadline none is added that would not reach the second
+    rung.
 
     Args:
-        room: number of trials that fit into the slots of the cluster.
+        slots: slots of the cluster.
         now: current time [Unix s].
+        least, most: fewest and most slots of a trial; ``most`` None: no limit.
     """
     active = [trial for trial in trials if trial.status.active]
     if rules.deadline is not None and now >= rules.deadline:
@@ -48,7 +59,13 @@ def decide(trials: Sequence[Trial], rules: Rules, room: int, now: float) -> Deci
     hold = [trial for trial in active if trial not in end and trial not in train]
     add = 0
     if is_open and not any(trial.status is TrialStatus.WAITING for trial in train):
-        add = min(max(0, room - len(train)), rules.trials - len(trials))
+        taken = sum(
+            min(least * rules.reduction ** standing.reached(trial), most or slots)
+            for trial in train
+        )
+        if now - standing.risen_at > _SETTLED_S:  # they have what they take
+            taken = min(taken, sum(max(trial.slots, least) for trial in train))
+        add = min(max(0, slots - taken) // least, rules.trials - len(trials))
     finished = ""
     if not train and not is_open:
         finished, end, hold = "no trial is left to train", active, []
@@ -147,11 +164,16 @@ class _Standing:
 
     Args:
         may_add: whether trials may still be added.
+
+    Attributes:
+        risen_at: when a trial has reached a rung last [Unix s].
     """
 
     def __init__(self, rules: Rules, trials: Sequence[Trial], *, may_add: bool) -> None:
         self._rules = rules
-        self._reached = {trial.number: rungs_reached(rules, trial) for trial in trials}
+        times = {trial.number: reached_at(rules, trial) for trial in trials}
+        self._reached = {number: len(each) for number, each in times.items()}
+        self.risen_at = max((at for each in times.values() for at in each), default=0.0)
         self._rungs: list[_Rung] = []
         for rung, examples in enumerate(rules.rung_examples):
             scores = _scores(rules, trials, examples)
@@ -173,6 +195,10 @@ class _Standing:
             return False
         reached = self._reached[trial.number]
         return reached == 0 or self._place(trial) < self._rungs[reached - 1].best
+
+    def reached(self, trial: Trial) -> int:
+        """Return how many rungs a trial has reached."""
+        return self._reached[trial.number]
 
     def priority(self, trial: Trial) -> float:
         """Return the priority of a trial: 1 below the first rung, more on a higher one."""

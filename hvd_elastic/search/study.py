@@ -245,7 +245,7 @@ class Study:
             trials: all trials as they are now.
 
         Raises:
-            RunError: ``suggest`` of the user's file fails.
+            UsageError: ``suggest`` of the user's file fails.
         """
         kept = self._study.get_trials(deepcopy=False)
         import optuna
@@ -361,7 +361,7 @@ def require_optuna() -> None:
             "a search needs Optuna 5, which is not installed here: "
             "pip install 'hvd-elastic[search]'"
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # not of dynamic spaces, for one
 
 
 def _write(folder: Path, definition: Definition) -> None:

@@ -27,6 +27,8 @@ _REDUCED_AS = {torch.bfloat16: torch.float32}
 """Types that Horovod's PyTorch binding lacks, with those that they are reduced as."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of whole numbers by size [bytes]."""
+_SUMMED = 1 << 20
+"""Numbers of which the bits are added up at a time."""
 
 
 class Bucket:
@@ -364,7 +366,13 @@ def content_of(tensor: torch.Tensor) -> int:
     if not _is_dense(tensor):
         return 0
     parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return int(parts.view(_BITS[parts.itemsize]).sum())
+    bits = parts.view(_BITS[parts.itemsize])
+    if bits.numel() <= _SUMMED:
+        return int(bits.sum())
+    # Processors add whole numbers up in a copy of 64 bits each, so little is added up at a time.
+    bits = bits.view(-1) if bits.is_contiguous() else bits
+    rows = max(1, _SUMMED * len(bits) // bits.numel())
+    return int(torch.stack([part.sum() for part in bits.split(rows)]).sum())
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -181,10 +181,13 @@ def test_a_host_whose_gpu_breaks_is_drained_while_a_run_trains(
         kinds = [fault["what"] for fault in cluster.events("host_faults", run_id)[-1]["faults"]]
         assert {"GPU 1 uncorrected", "GPU 1 action", "GPU 2 lost"} <= {*kinds}
         cluster.call("undrain", event["host"])
-        until(lambda: cluster.slots(trains) == 2, "it is used again")
+        until(lambda: "drained" in cluster.states(), "the other one is not the last any more")
+        (other,) = {"localhost", "127.0.0.1"} - {event["host"]}
+        cluster.call("undrain", other)
+        until(lambda: cluster.slots(trains) == 2, "both are used again")
         enough.touch()
         cluster.call("wait", trains)
-        assert cluster.states() == ["up", "up"], "its operator knew of it"
+        assert cluster.states() == ["up", "up"], "their operator knew of it"
         assert audit_of(tmp_path / "runs" / run_id).ok
 
 

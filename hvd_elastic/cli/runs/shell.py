@@ -12,7 +12,7 @@ from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.options import argument
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import RescaleStarted
+from hvd_elastic.run_events import RescaleStarted, RunStarted, TakenOver
 
 if TYPE_CHECKING:
     from hvd_elastic.hosts.hostfile import Host
@@ -92,11 +92,16 @@ def host_of_rank(folder: RunFolder, rank: int, hosts: list[str]) -> str:
     Raises:
         UsageError: there is no such rank.
     """
-    places = hosts[:1]
+    places = before = hosts[:1]
     for event in folder.iter_events():
-        if isinstance(event, RescaleStarted):
-            slots = zip(event.hosts, event.slots, strict=True)
-            places = [host for host, number in slots for _ in range(number)]
+        match event:
+            case RunStarted():
+                before, places = places, hosts[:1]
+            case TakenOver():  # the ranks of the leader before this one
+                places = before
+            case RescaleStarted():
+                slots = zip(event.hosts, event.slots, strict=True)
+                places = [host for host, number in slots for _ in range(number)]
     if rank >= len(places):
         raise UsageError(f"run {folder.run_id} has {len(places)} ranks; the first is 0")
     return places[rank]

@@ -359,7 +359,6 @@ class Target(Store):
         self, plan: Comparison, copy: str, trusts: bool = False, keeps: Keeps = PLAIN
     ) -> None:
         super().__init__(plan.tree)
-        self._keeps = keeps
         self._write = _write_sparse if keeps.sparse else _write_at
         self.digests = dict(plan.digests)
         self.unproved: list[int] = []
@@ -464,7 +463,7 @@ class Target(Store):
         if part.number < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             part.open(os.open(self._part(index), flags, 0o600, dir_fd=self._parts))
-        self._write(part.number, data, offset, self.tree.files[index].size)
+        self._write(part.number, data, offset)
         part.digest.update(data)
         with self.changed:
             part.have = offset + len(data)
@@ -509,7 +508,7 @@ class Target(Store):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         number = os.open(self._part(index), flags, file.mode | 0o200, dir_fd=self._parts)
         try:
-            self._write(number, data, 0, file.size)
+            self._write(number, data, 0)
             if file.mode & ~0o777 or not file.mode & 0o200:
                 os.fchmod(number, file.mode)  # mode bits that open() does not set
             os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
@@ -854,21 +853,21 @@ def _set_attribute(number: int, name: str, value: bytes) -> None:
         raise OSError(errno.ENOTSUP, "this system has no extended attributes") from None
 
 
-def _write_at(number: int, data: bytes, offset: int, _size: int) -> None:
+def _write_at(number: int, data: bytes, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(number, view, offset)
         view, offset = view[written:], offset + written
 
 
-def _write_sparse(number: int, data: bytes, offset: int, size: int) -> None:
+def _write_sparse(number: int, data: bytes, offset: int) -> None:
     """Write what is not zero, and make the file as long as if all was written."""
     starts = range(0, len(data), HOLE_BYTES)
     for is_zero, run in groupby(starts, lambda at: not data[at : at + HOLE_BYTES].strip(b"\0")):
         first, *others = run
         end = (others[-1] if others else first) + HOLE_BYTES
         if not is_zero:
-            _write_at(number, data[first:end], offset + first, size)
+            _write_at(number, data[first:end], offset + first)
     os.ftruncate(number, offset + len(data))
 
 

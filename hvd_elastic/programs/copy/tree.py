@@ -47,7 +47,7 @@ class Tree(NamedTuple):
         links: (path, target, mtime in ns) of each symbolic link.
         same: (path, path of a file) of each further name of a file (hard link); empty unless asked
             for.
-        stored: (index, bytes that it takes in the source) of each file with holes; the same.
+        stored: (index, bytes that are no holes) of each file with holes; the same.
         attributes: (path, name → value in base64) of each file and folder; the same.
     """
 
@@ -164,7 +164,7 @@ def walk(root: bytes, patterns: list[str], keeps: Keeps = PLAIN) -> tuple[Tree, 
     status = os.stat(root)
     if not stat.S_ISDIR(status.st_mode):
         tree = Tree(False, [], [], [], [], [], [])
-        _add_file(tree, "", status, keeps, {})
+        _add_file(tree, "", root, status, keeps, {})
         _add_attributes(tree, root, keeps)
         return tree, []
     above = ("", stat.S_IMODE(status.st_mode), status.st_mtime_ns)
@@ -192,7 +192,7 @@ def walk(root: bytes, patterns: list[str], keeps: Keeps = PLAIN) -> tuple[Tree, 
                 continue
             status = entry.stat(follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
-                _add_file(tree, path, status, keeps, names)
+                _add_file(tree, path, entry.path, status, keeps, names)
             elif stat.S_ISDIR(status.st_mode):
                 tree.folders.append((path, stat.S_IMODE(status.st_mode), status.st_mtime_ns))
                 below.append(path)
@@ -216,6 +216,7 @@ def walk(root: bytes, patterns: list[str], keeps: Keeps = PLAIN) -> tuple[Tree, 
 def _add_file(
     tree: Tree,
     path: str,
+    full: bytes,
     status: os.stat_result,
     keeps: Keeps,
     names: dict[tuple[int, int], str],
@@ -226,11 +227,31 @@ def _add_file(
         if first != path:
             tree.same.append((path, first))
             return
-    stored = status.st_blocks * 512
-    if keeps.sparse and stored < status.st_size:
-        tree.stored.append((len(tree.files), stored))
+    if keeps.sparse and status.st_blocks * 512 < status.st_size:
+        stored = _data_bytes(full, status.st_size)
+        if stored < status.st_size:  # else the file system compresses it
+            tree.stored.append((len(tree.files), stored))
     mode = stat.S_IMODE(status.st_mode)
     tree.files.append(File(path, status.st_size, status.st_mtime_ns, mode))
+
+
+def _data_bytes(full: bytes, size: int) -> int:
+    """Return the number of bytes of a file that are no holes; all of them where that is unknown."""
+    found = at = 0
+    try:
+        number = os.open(full, os.O_RDONLY)
+    except OSError:  # it is reported when it is sent
+        return size
+    try:
+        while at < size:
+            begin = os.lseek(number, at, os.SEEK_DATA)
+            at = os.lseek(number, begin, os.SEEK_HOLE)
+            found += at - begin
+    except OSError as error:
+        return found if error.errno == errno.ENXIO else size  # nothing but a hole is left
+    finally:
+        os.close(number)
+    return found
 
 
 def _add_attributes(tree: Tree, root: bytes, keeps: Keeps) -> None:

@@ -10,9 +10,11 @@ import pytest
 from msgspec import structs
 
 from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.jobs import rights
 from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import (
     After,
+    Answer,
     Cancel,
     Down,
     DrainHost,
@@ -111,7 +113,7 @@ def test_others_see_of_a_job_what_the_queue_shows(tmp_path: Path) -> None:
     assert [each["number"] for each in read_for(store, Look("find", ["train"]), BOB)] == [1]
     assert read_for(store, Look("jobs", [[1, 10**30, -(10**30)]]), EVE).keys() == {"1"}
     wrong: list[tuple[str, list[Any]]] = [("add_jobs", []), ("jobs", [3]), ("find", [])]
-    wrong += [("with_status", ["odd"]), ("ended", [10**30]), ("events", ["x"])]
+    wrong += [("with_status", ["odd", 1]), ("ended", [1, 10**30]), ("events", ["x"])]
     for what, values in wrong:
         with pytest.raises(HvdElasticError):
             read_for(store, Look(what, values), EVE)
@@ -176,3 +178,33 @@ def test_others_see_of_the_events_what_the_queue_shows(tmp_path: Path) -> None:
     assert "unknown" not in own
     size = (tmp_path / "events.jsonl").stat().st_size
     assert read_for(store, Look("events", [size]), EVE) == {"events": [], "offset": size}
+
+
+def test_many_jobs_are_read_over_the_socket_a_part_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(rights, "_MOST_ROWS", 3)
+    store = JobStore.create(tmp_path / "queue.sqlite")
+    jobs = store.add_jobs([replace(ASKED, user=BOB)] * 10, {}, 1.0)
+    store.save([replace(job, status=JobStatus.FAILED) for job in jobs[7:]])
+    asked: list[Look] = []
+
+    def answer(_place: ClusterFolder, look: Look) -> Answer:
+        asked.append(look)
+        return Answer("", data=read_for(store, look, EVE))
+
+    monkeypatch.setattr(rights, "ask_daemon", answer)
+    read: Any = rights._OverSocket(ClusterFolder(tmp_path), lambda: None)
+    queued = read.with_status(JobStatus.QUEUED)
+    assert [job.number for job in queued] == [*range(1, 8)]
+    assert [job.number for job in read.with_status(JobStatus.QUEUED, 5)] == [*range(1, 6)]
+    assert [job.number for job in read.ended()] == [10, 9, 8]
+    assert [job.number for job in read.ended(1)] == [10]
+    assert [*read.jobs(range(1, 9))] == [*range(1, 9)]
+    assert read.statuses([1, 10]) == {1: JobStatus.QUEUED, 10: JobStatus.FAILED}
+    assert read.jobs([]) == {}
+    assert len(asked) > 10
+    with pytest.raises(HvdElasticError, match="at most 3 jobs"):
+        read_for(store, Look("jobs", [[1, 2, 3, 4]]), EVE)
+    assert len(read_for(store, Look("ended", [None]), EVE)) == 3

@@ -202,6 +202,16 @@ def test_no_trial_is_added_while_one_waits_for_slots() -> None:
     assert decide([trial(0), trial(1, status=TrialStatus.WAITING)], RULES, 4, 0.0).add == 0
 
 
+def test_a_trial_on_a_higher_rung_has_more_slots_left_to_it_unless_it_does_not_take_them() -> None:
+    first, *others = (trial(number, 0.9 - number / 10) for number in range(3))
+    held = [dataclasses.replace(each, status=TrialStatus.HELD) for each in others]
+    trials = [dataclasses.replace(first, slots=1), *held]
+    assert decide(trials, RULES, 8, 0.0).add == 5
+    assert decide(trials, RULES, 8, 0.0, 2, 4).add == 2
+    assert decide(trials, RULES, 8, 31.0).add == 6
+    assert decide([dataclasses.replace(first, slots=8), *held], RULES, 8, 31.0).add == 5
+
+
 def test_no_trial_starts_that_cannot_reach_the_second_rung_before_the_deadline() -> None:
     rules = dataclasses.replace(RULES, deadline=1000.0)
     trains = [trial(0, speed=2.0)]

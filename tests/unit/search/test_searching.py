@@ -44,7 +44,7 @@ class Played:
         self._requests = QueueRequests(
             self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
-            has_keeper=lambda _: True,
+            has_keeper=lambda _: True, limit_rows=dict,
         )  # fmt: skip
         self.is_away = False
         self.ends_after: type[Any] | None = None
@@ -176,12 +176,13 @@ def test_rungs_hold_and_release_jobs_but_not_those_that_a_user_holds(
     played.step()
     assert played.states()[0] == "held"
     assert played.job(1).request.priority > 1
-    played.queue.hold([played.job(2).number], getpass.getuser())
+    assert len(played.states()) == 2  # both slots are left to the one that goes on
+    played.queue.hold([played.job(1).number], getpass.getuser())
     asked = len(played.asked)
     for _ in range(3):
         played.step()
-    assert played.states()[2] == "held"
-    assert played.job(2).request.hold == getpass.getuser()
+    assert played.states()[1] == "held"
+    assert played.job(1).request.hold == getpass.getuser()
     assert not [each for each in played.asked[asked:] if isinstance(each, (Hold, Cancel))]
 
 
@@ -255,3 +256,30 @@ def test_a_study_that_is_stopped_ends_its_jobs(play: Callable[..., Played]) -> N
     assert {(trial.status, trial.reason) for trial in played.search.trials} == {
         (TrialStatus.STOPPED, "stopped by its user")
     }
+
+
+def test_a_trial_that_was_never_submitted_ends_with_its_study(play: Callable[..., Played]) -> None:
+    played = play()
+    with played.study.lock():
+        played.study.add_trial([])
+    played.study.stop_request.touch()
+    assert played.step() == "stopped by its user"
+    assert [trial.status for trial in played.search.study.trials()] == [TrialStatus.STOPPED]
+    assert not played.queue.store.find("digits.0")
+
+
+def test_a_queue_that_cannot_be_read_is_waited_for(
+    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = play()
+    played.step()
+
+    def locked(_: ClusterFolder) -> JobStore:
+        raise RunError("another process has locked it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "open_queue", locked)
+        assert played.step() == ""
+    assert played.told[-1].startswith("another process has locked it.")
+    assert played.step() == ""
+    assert played.states() == ["waiting", "waiting"]

@@ -26,8 +26,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
 
 
-def defined(*params: str, **more: object) -> Definition:
-    found = tuple(map(parse_param, params or ["lr=1e-4..1:log"]))
+def defined(*texts: str, **more: object) -> Definition:
+    found = tuple(map(parse_param, texts or ["lr=1e-4..1:log"]))
     made = Definition("acc", RULES, REQUEST, "/clusters/test", found, seed=3)
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -144,6 +144,26 @@ def test_a_sampler_goes_on_as_it_would_have_without_a_new_start(sampler: str) ->
     straight = rates(False)
     assert len({*straight}) == 12
     assert rates(True) == straight
+
+
+def test_a_space_may_differ_from_trial_to_trial(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "space.py"
+    path.write_text(
+        "def suggest(trial):\n"
+        "    layers = trial.suggest_int('layers', 1, 3)\n"
+        "    widths = [trial.suggest_int(f'w{n}', 1, 9) for n in range(layers)]\n"
+        "    return {'widths': ','.join(map(str, widths)), 'number': trial.number}\n"
+    )
+    study = Study.create(defined(params=(), space=str(path)))
+    with study.lock():
+        for number in range(15):
+            trial = study.add_trial(study.trials())
+            assert trial.params["number"] == number
+            study.end_trial(ended(trial, len(str(trial.params["widths"]))))
+    assert len({str(trial.params["widths"]).count(",") for trial in study.trials()}) > 1
+    assert capfd.readouterr().err == ""
 
 
 def test_tpe_learns_from_trials_that_are_held() -> None:

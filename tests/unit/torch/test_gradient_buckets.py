@@ -285,6 +285,19 @@ def test_a_tensor_larger_than_a_bucket_is_reduced_where_it_is(alone: Context, ra
     assert large.grad.data_ptr() == memory
 
 
+def test_the_content_of_a_large_tensor_is_added_up_without_a_copy_of_it() -> None:
+    large = torch.randn(6, 1 << 20)
+    transposed, odd = large.t(), torch.randn(3, 5, 7, dtype=torch.complex64)[:, ::2]
+    for tensor in (large, transposed, odd, odd.real.half(), torch.tensor(1.5), torch.empty(0)):
+        whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        kind = {2: torch.int16, 4: torch.int32}[whole.itemsize]
+        assert gradient_buckets.content_of(tensor) == int(whole.contiguous().view(kind).sum())
+    with torch.profiler.profile(profile_memory=True) as seen:
+        gradient_buckets.content_of(large)
+        gradient_buckets.content_of(transposed)
+    assert max(event.self_cpu_memory_usage for event in seen.events()) <= 12 << 20
+
+
 @COSTLY
 @pytest.mark.dist
 def test_real_ranks_average_a_tensor_of_4_gb(stores: Any) -> None:

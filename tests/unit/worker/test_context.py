@@ -491,3 +491,24 @@ def test_a_process_that_reads_for_a_worker_may_import_its_script(
 def test_a_type_error_inside_of_a_function_stays_what_it_is() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         explain_arguments(lambda number: number + "b")(1)
+
+
+def test_a_rank_that_breaks_off_while_it_receives_the_state_tells_no_place(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(alone.worker.sink, "send", said.append)
+    alone.rescaling.report_broken(RuntimeError("a test"))
+    assert (said[0].step, said[0].progress) == (-1, None)
+
+
+def test_a_checkpoint_that_is_due_waits_while_a_rank_still_writes_the_one_before(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    for name in ("take_checkpoint", "_make_room"):
+        monkeypatch.setattr(alone.checkpoints, name, lambda name=name: begun.append(name))
+    for busy in (True, False):
+        alone.checkpoints.agree((True, False, busy))
+        alone.checkpoints.step_boundary()
+    assert begun == ["_make_room"]
