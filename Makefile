@@ -42,7 +42,7 @@ demo: $(HOROVOD)  ## train on three virtual hosts while one joins, one leaves an
 test: $(HOROVOD)  ## run all tests but those of the engines: unit, ssh, real ranks
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
-test-engines: $(ENGINES)  ## install Slurm, Spark and Ray, and run their tests
+test-engines: $(ENGINES)  ## install Slurm, Spark and Ray, build Kubernetes once, and run their tests
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/engines $(ARGS)
 
 test-trainers: $(TRAINERS)  ## install Lightning and Hugging Face's Trainer, and run their tests
@@ -97,10 +97,10 @@ $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic
 	@$(VPYTHON) -m hvd_elastic.cli.app build-horovod
 	@touch $@
 
-# Slurm comes from the system's packages, Spark and Ray are extras.
+# Slurm comes from the system's packages, Spark and Ray are extras; the tests build Kubernetes.
 $(ENGINES): $(HOROVOD)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
-		--extras "$(ALL_EXTRAS),spark,ray" --engines
+		--extras "$(ALL_EXTRAS),spark,ray,kubernetes" --engines
 	@touch $@
 
 $(TRAINERS): $(HOROVOD)

@@ -288,6 +288,8 @@ class Halving(Search):
             for number, priority in found.priorities.items():
                 self.jobs[number].change(priority=priority)
                 self.jobs[number].priority = priority
+            for number, words in found.reasons.items():
+                self.jobs[number].change(reason=words)
             self.add(found.add)
             if found.finished:
                 return self.finish(now)
@@ -374,6 +376,8 @@ def simulate(
         jobs, search.decide, INTERVAL_S, RESCALE_S, {host.name: host.slots for host in HOSTS}
     )
     if picture is not None:
+        for job in search.added:
+            job.change(examples=job.useful, slots=0, slot_s=job.attained_slot_s)
         known = [job.trial for job in search.added if job.trial is not None]
         cluster = summarize_cluster(queue_events(outcome, HOSTS), "simulated")
         write_search_page(picture, "digits", rules, known, "accuracy", cluster)
@@ -392,7 +396,7 @@ def _figures(jobs: Sequence[TrialInTime], outcome: Outcome, best: float) -> dict
         "busy": outcome.slot_s / (SLOTS * outcome.span_s),
         "slot_h": outcome.slot_s / 3600,
         "best": max(value for _, value in points),
-        "whole": sum(job.remaining_examples <= 1 for job in jobs),
+        "whole": sum(bool(job.remaining_examples <= 1) for job in jobs),
         "rescales": outcome.rescales,
     }
     for deadline_s in DEADLINES_S:

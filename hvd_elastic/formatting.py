@@ -1,4 +1,4 @@
-"""Format numbers, times and names for messages to the user, and tell whole numbers."""
+"""Format numbers, times and names for messages to the user, tell whole numbers, and read times."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, TextIO
 
+from hvd_elastic.errors import UsageError
+
 _NAMED_AT_MOST = 4
 _CONTROL = re.compile(
     r"\x1b\[[\d;:]*m"  # colours, which carry no text
@@ -17,6 +19,9 @@ _CONTROL = re.compile(
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 """What moves the cursor, sets a title, turns the direction of text, and the like."""
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+_PLAIN_SECONDS = re.compile(r"\d+(\.\d+)?")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def plural(noun: str, number: object) -> str:
@@ -185,6 +190,26 @@ def duration_words(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def parse_duration(name: str, text: str) -> float:
+    """Return a duration in seconds.
+
+    Raises:
+        UsageError: the text is not valid; gives examples.
+
+    >>> [parse_duration("--deadline", text) for text in ("1.5h", "1h30m", "90")]
+    [5400.0, 5400.0, 90.0]
+    """
+    whole = text + "s" if _PLAIN_SECONDS.fullmatch(text) else text
+    parts = _DURATION.findall(whole)
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != whole or seconds <= 0:
+        above = " above 0" if parts and seconds <= 0 else ""
+        raise UsageError(
+            f"{name} takes a time{above} such as 45s, 90m or 1h30m, or seconds, not '{text}'"
+        )
+    return seconds
 
 
 def clock_words(t: float | None) -> str:

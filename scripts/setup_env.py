@@ -56,6 +56,7 @@ ENGINE_PREREQUISITES = tuple(
         ("srun", "slurm-client"),
         ("munged", "munge"),
         ("java", "openjdk-17-jre-headless"),
+        ("dpkg-source", "dpkg-dev"),
     )
 )
 """What the tests of the engines need; a user's engine brings its own."""

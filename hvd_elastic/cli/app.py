@@ -23,6 +23,7 @@ SECTIONS = {
     "Running": {
         "run": ("runs.run:run", "Train a script over a hostfile."),
         "slurm": ("engines.slurm:slurm", "Submit a run to Slurm."),
+        "k8s": ("engines.kubernetes:k8s", "Submit a run to Kubernetes."),
         "stop": ("runs.control:stop", "End a run cleanly."),
         "scale": ("runs.control:scale", "Set the number of workers of a run."),
         "debug": ("runs.control:debug", "Join a worker that stands at breakpoint()."),

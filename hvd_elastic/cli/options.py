@@ -19,10 +19,8 @@ from typer.models import ArgumentInfo
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import parse_duration as parse_duration  # noqa: PLC0414
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
-_PLAIN_SECONDS = re.compile(r"\d+(\.\d+)?")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LIST = re.compile(r"[^/\s]+:\d+(,[^/\s]+)*|[^/\s]+,[^/\s]+")
 """Hosts as horovodrun's -H takes them, such as ``gpu1:8,gpu2:8``."""
 _LONGEST_NAME = 200
@@ -212,26 +210,6 @@ def parse_number(name: str, value: object, least: float = 0.0, above: bool = Fal
         limit = f"above {least:g}" if above else f"of {least:g} or more"
         raise UsageError(f"{name} takes a number {limit}, not '{value}'")
     return number
-
-
-def parse_duration(name: str, text: str) -> float:
-    """Return a duration in seconds.
-
-    Raises:
-        UsageError: the text is not valid; gives examples.
-
-    >>> [parse_duration("--deadline", text) for text in ("1.5h", "1h30m", "90")]
-    [5400.0, 5400.0, 90.0]
-    """
-    whole = text + "s" if _PLAIN_SECONDS.fullmatch(text) else text
-    parts = _DURATION.findall(whole)
-    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != whole or seconds <= 0:
-        above = " above 0" if parts and seconds <= 0 else ""
-        raise UsageError(
-            f"{name} takes a time{above} such as 45s, 90m or 1h30m, or seconds, not '{text}'"
-        )
-    return seconds
 
 
 def option(text: str, *names: str, metavar: str | None = None, envvar: str | None = None) -> Any:

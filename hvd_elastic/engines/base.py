@@ -41,7 +41,11 @@ class HostSource(Protocol):
 
 
 def engine_named(name: str) -> HostSource:
-    """Return an engine of :data:`INSIDE`."""
+    """Return an engine of :data:`INSIDE`, or ``kubernetes``, which has a command of its own."""
+    if name == "kubernetes":
+        from hvd_elastic.engines.kubernetes.engine import KubernetesSource
+
+        return KubernetesSource()
     from hvd_elastic.engines.slurm.engine import SlurmSource
 
     return {"slurm": SlurmSource}[name]()

@@ -22,10 +22,6 @@ from hvd_elastic.run_events import AgentStarted, HostLost, ReadEvent
 
 START_S = 60.0
 """Least time that a host must be there before it is left again [s]: workers have to start."""
-_LOOK_S = 5.0
-"""Time between two looks at what is asked for [s]; slurmctld answers in milliseconds."""
-_MOST_PENDING = 4
-"""Most grants that are waited for at a time: users may ask for a limited number."""
 _LOST_S = 60.0
 """How long a lost host may be gone before another one is asked for [s]."""
 _LONGEST_PAUSE_S = 7200.0
@@ -107,6 +103,9 @@ class Limits:
         leave_before_s: how long before a host is taken away the run leaves it [s].
         give_back_after_s: how long a policy leaves a host unused before it is given back [s].
         named: hosts to ask for by name before any other.
+        least: hosts that the run keeps whatever its policy wants.
+        most_pending: most grants that are waited for at a time.
+        look_s: time between two looks at what is asked for [s].
     """
 
     most: int
@@ -114,6 +113,9 @@ class Limits:
     leave_before_s: float
     give_back_after_s: float
     named: Sequence[str] = ()
+    least: int = 0
+    most_pending: int = 4
+    look_s: float = 5.0
 
 
 class Growth:
@@ -136,6 +138,7 @@ class Growth:
         tell: Callable[[str], None],
     ) -> None:
         self.run = RunSummary()
+        self.look_s = limits.look_s
         self.first: tuple[str, ...] = owner.hosts
         """Hosts that the run began with."""
         self._owner, self._limits, self._spec, self._tell = owner, limits, spec, tell
@@ -257,7 +260,11 @@ class Growth:
             idle_s = now - self._unused.get(host, now)
             if now - self._lost.get(host, now) >= _LOST_S:
                 found.append(grant_id)
-            elif self._spec.policy != "fixed" and idle_s >= self._limits.give_back_after_s:
+            elif (
+                self._spec.policy != "fixed"
+                and idle_s >= self._limits.give_back_after_s
+                and len(self._names(now)) - len(found) > self._limits.least
+            ):
                 found.append(grant_id)
                 self._not_before = now + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -271,7 +278,8 @@ class Growth:
         processes = self.run.scaled_to or self._spec.np or self._spec.max_np
         if self._spec.policy != "fixed":
             uses_all = self.run.size > 0 and not self._unused and now >= self._not_before
-            limit = min(limit, first + len(self._joined) + uses_all)
+            in_use = first + len(self._joined) + uses_all
+            limit = min(limit, max(in_use, self._limits.least))
         elif processes is not None:
             all_processes = processes + self._spec.spares
             limit = min(limit, math.ceil(all_processes / self._limits.slots_per_host))
@@ -285,7 +293,7 @@ class Growth:
             self._owner.cancel([grant.grant_id])
             word, name = self._owner.host_word, self._name(grant.grant_id)
             self._tell(f"no further {word} is needed: {name} is cancelled")
-        new = min(missing, _MOST_PENDING - len(pending))
+        new = min(missing, self._limits.most_pending - len(pending))
         hosts = self._names(now)
         there = {*hosts, *(grant.asked for grant in coming)}
         named = [name for name in self._limits.named if name not in there]
@@ -325,5 +333,5 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
             said = str(error)
         return False
 
-    with repeating("growth", _LOOK_S, look):
+    with repeating("growth", growth.look_s, look):
         yield

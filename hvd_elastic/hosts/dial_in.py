@@ -78,9 +78,11 @@ class DialIn:
         changed: called in other threads when a host has come or gone.
         warn: called with the reason when a connection is refused, once for each address.
         grace_s: how long hosts try to dial in again when the link breaks [s].
+        port: where to listen; 0: a free port.
+        certificate: key and certificate of the run, if an earlier leader has made them.
 
     Raises:
-        OSError: the address is not one of this machine.
+        OSError: the address is not one of this machine, or the port is in use.
     """
 
     def __init__(
@@ -89,10 +91,12 @@ class DialIn:
         changed: Callable[[], None],
         warn: Callable[[str], None],
         grace_s: float = 60.0,
+        port: int = 0,
+        certificate: str = "",
     ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=128)
-        self._certificate = make_certificate()
+        self._listener = socket.create_server((address, port), family=family, backlog=128)
+        self._certificate = certificate or make_certificate()
         self._address, self._grace_s = address, grace_s
         self._changed, self._warn = changed, warn
         self._lock = threading.Lock()

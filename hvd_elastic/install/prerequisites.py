@@ -35,7 +35,7 @@ class Purpose(Enum):
     NETWORKS = "give virtual hosts networks of their own"
     MPI = "run jobs through Open MPI (--mpi)"
     BROWSER = "save charts as PNG files, test pages in a browser"
-    ENGINES = "test runs on Slurm and Spark (make test-engines)"
+    ENGINES = "test runs on Kubernetes, Slurm and Spark (make test-engines)"
 
 
 @dataclass(frozen=True)

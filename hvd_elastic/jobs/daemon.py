@@ -19,6 +19,7 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count, one_line
+from hvd_elastic.jobs.admission import within_limits
 from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
@@ -31,7 +32,7 @@ from hvd_elastic.jobs.job import (
     StopReason,
 )
 from hvd_elastic.jobs.keeper import BeginLeader
-from hvd_elastic.jobs.limits import LimitsFile, within_limits
+from hvd_elastic.jobs.limits import LimitsFile
 from hvd_elastic.jobs.notify import ClusterRecord
 from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
@@ -41,6 +42,7 @@ from hvd_elastic.jobs.requests import QueueRequests
 from hvd_elastic.jobs.rights import user_name
 from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import RequestServer
+from hvd_elastic.jobs.shares import ClusterShares
 from hvd_elastic.jobs.slot_plan import (
     Candidate,
     Claim,
@@ -123,6 +125,7 @@ class Daemon:
         self._health = HostHealth(hostfile, ssh_config)
         self._gpus = HostGpus(hostfile, ssh_config)
         self._limits = LimitsFile(place.limits, record.warn)
+        self._shares = ClusterShares(place.shares, record.warn)
         self._requests = QueueRequests(
             place,
             operators,
@@ -130,6 +133,7 @@ class Daemon:
             (self._hosts, self._health, self._operator_state, self._gpus),
             record.emit,
             host_rows=self._host_rows,
+            limit_rows=self._limit_rows,
             has_keeper=self._has_keeper,
         )
         self._server = RequestServer(place, self._requests.answer)
@@ -223,6 +227,7 @@ class Daemon:
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
         now = time.time()
         running = self._queue.with_status(JobStatus.RUNNING)
+        self._shares.count_use(running, now)
         unknown = {job.number for job in running if not self._runs.is_known(job)}
         self._queue.changed |= unknown != self._unknown
         self._unknown = unknown
@@ -265,10 +270,10 @@ class Daemon:
             for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
-        job = self._queue.limit_time(job)
+        job = self._queue.limit_time(job, *self._limits.limits.longest(job))
         if led:
             if job.stop is StopReason.TIME_LIMIT:
-                self._runs.stop(job, "it has run as long as it may (submit --time)")
+                self._runs.stop(job, f"it has run as long as it may ({job.reason.split(':')[0]})")
             elif job.stop is not None:
                 self._runs.stop(job, f"{job.stop.value} asked for by the queue")
             if progress.trained_at is not None:
@@ -493,10 +498,17 @@ class Daemon:
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
-        allowed, held = within_limits(candidates, [use.job for use in bound], self._limits.limits)
-        plan = plan_slots(allowed, usable, now, self._policy)
-        self._adopt(plan, [each.job for each in candidates if each.job.number not in held])
+        limits, shares = self._limits.limits, None
+        if self._policy is decide:
+            shares = self._shares.weigh(limits, self._queue.active.values())
+        allowed, held = within_limits(candidates, [use.job for use in bound], limits, shares)
+        plan = plan_slots(allowed, usable, now, self._policy, shares)
+        preempts = self._adopt(
+            plan, [each.job for each in candidates if each.job.number not in held]
+        )
         self._hold_to_limits(held)
+        if preempts:  # these have slots until they end, which count in the limits of their users
+            self._decide(now)
 
     def _candidate(self, job: Job, allowed: frozenset[str] | None) -> Candidate:
         if not job.attempts:
@@ -518,7 +530,8 @@ class Daemon:
         changed = [job for job in jobs if (job.reason, job.eta) != (held[job.number], None)]
         self._queue.update(replace(job, reason=held[job.number], eta=None) for job in changed)
 
-    def _adopt(self, plan: Plan, jobs: list[Job]) -> None:
+    def _adopt(self, plan: Plan, jobs: list[Job]) -> bool:
+        """Have jobs hold the slots of a plan; return whether some are preempted for it."""
         changed = []
         for job in jobs:
             number = job.number
@@ -533,8 +546,7 @@ class Daemon:
                 changed.append(replace(job, stop=stop, reason=reason, eta=eta))
         self._queue.update(changed)
         self._is_told = False
-        if any(job.stop for job in changed):
-            self._queue.changed = True
+        return any(job.stop for job in changed)
 
     def _stop_all(self) -> None:
         """Have all runs end, after a checkpoint if they train, to be started by the next daemon."""
@@ -578,6 +590,9 @@ class Daemon:
         drained = self._operator_state.drained
         health = self._health
         return self._hosts.rows(self._uses(), health.lost, self._silent, drained, health.faults)
+
+    def _limit_rows(self) -> dict[str, Any]:
+        return self._shares.rows(self._limits.limits, self._queue.active.values())
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""

@@ -263,6 +263,10 @@ class Hosts(msgspec.Struct, tag="hosts"):
     """Ask for the hosts and who holds their slots."""
 
 
+class ShowLimits(msgspec.Struct, tag="limits"):
+    """Ask for the limits and shares of users, and what they have now."""
+
+
 class Look(msgspec.Struct, tag="look"):
     """Read the queue: a method of the store with its arguments."""
 
@@ -271,7 +275,7 @@ class Look(msgspec.Struct, tag="look"):
 
 
 _OfJobs = Submit | Cancel | Requeue | Hold | Release | SetPriority
-Request = _OfJobs | DrainHost | UndrainHost | Pause | Down | Hosts | Look
+Request = _OfJobs | DrainHost | UndrainHost | Pause | Down | Hosts | ShowLimits | Look
 
 
 class Answer(msgspec.Struct):

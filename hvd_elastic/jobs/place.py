@@ -49,6 +49,7 @@ class ClusterFolder:
         self.log = path / "daemon.log"
         self.hostfiles = path / "hostfiles"
         self.limits = path / "limits.toml"
+        self.shares = path / "shares.json"
         self.operator_state = path / "operator.json"
         self._lock = path / "daemon.lock"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -397,14 +398,17 @@ class JobQueue:
         self._tell_ended([ended])
         return ended
 
-    def limit_time(self, job: Job) -> Job:
+    def limit_time(self, job: Job, limit_s: float, whose: str = "") -> Job:
         """Begin to end a job that has run as long as it may, and tell once that it soon has.
+
+        Args:
+            limit_s: how long it may run [s].
+            whose: by whose limit, in words; empty: its own.
 
         Returns:
             The job, which has :attr:`StopReason.TIME_LIMIT` then.
         """
-        limit_s = job.request.time_limit_s
-        if limit_s is None or job.stop is not None:
+        if math.isinf(limit_s) or job.stop is not None:
             return job
         left_s = limit_s - job.run_s(time.time())
         if left_s > limit_s * _LAST_PART:
@@ -420,8 +424,8 @@ class JobQueue:
         job = replace(
             job,
             stop=StopReason.TIME_LIMIT,
-            reason=f"time limit of {duration_words(limit_s)}: hvd-elastic requeue {job.number} "
-            + goes_on,
+            reason=f"time limit of {duration_words(limit_s)}{whose and f' of {whose}'}: "
+            f"hvd-elastic requeue {job.number} {goes_on}",
         )
         self._save([job])
         return job

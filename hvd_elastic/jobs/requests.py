@@ -28,6 +28,7 @@ from hvd_elastic.jobs.job import (
     Request,
     Requeue,
     SetPriority,
+    ShowLimits,
     Submit,
     UndrainHost,
 )
@@ -53,6 +54,7 @@ class QueueRequests:
         hosts: the hosts, which of them are lost, what operators have set, and their GPUs.
         emit: records an event.
         host_rows: returns what there is to say of each host.
+        limit_rows: returns what there is to say of limits and shares.
         has_keeper: returns whether the keeper of a user is there.
 
     Attributes:
@@ -68,6 +70,7 @@ class QueueRequests:
         emit: Callable[[str, Mapping[str, Any]], None],
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
+        limit_rows: Callable[[], dict[str, Any]],
         has_keeper: Callable[[int | None], bool],
     ) -> None:
         self._name = place.name
@@ -76,6 +79,7 @@ class QueueRequests:
         self._hosts, self._health, self._operator_state, self._gpus = hosts
         self._emit = emit
         self._host_rows = host_rows
+        self._limit_rows = limit_rows
         self._has_keeper = has_keeper
         self._changes_left: dict[int, tuple[float, float]] = {}
         """Jobs that other users may still change now, and since when [s, monotonic]."""
@@ -166,6 +170,8 @@ class QueueRequests:
                 return self._end(request)
             case Hosts():
                 return Answer(self._operator_state.paused_by, data=self._host_rows())
+            case ShowLimits():
+                return Answer("", data=self._limit_rows())
             case Look():
                 raise UsageError("the queue of this user's own daemon is read from its database")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from hvd_elastic.jobs.job import (
     Request,
     Requeue,
     SetPriority,
+    ShowLimits,
     Submit,
     UndrainHost,
 )
@@ -69,9 +71,15 @@ def user_name(uid: int | None) -> str:
     """Return the name of a user; None is the daemon's own."""
     uid = os.getuid() if uid is None else uid
     try:
-        return pwd.getpwuid(uid).pw_name
+        return _account_name(uid)
     except KeyError:
         return str(uid)
+
+
+@functools.lru_cache(maxsize=1024)
+def _account_name(uid: int) -> str:
+    """Return a user's name: a daemon asks for those of all jobs at each decision."""
+    return pwd.getpwuid(uid).pw_name
 
 
 def user_id(name: str) -> int:
@@ -115,7 +123,7 @@ def of_user(
             request = structs.replace(request, by=user_name(user))
         case Pause(by) if user in operators:
             request = Pause(user_name(user) if by else "")
-        case Hosts() | Look() | Release():
+        case Hosts() | ShowLimits() | Look() | Release():
             pass
         case _ if user not in operators:
             raise RunError(

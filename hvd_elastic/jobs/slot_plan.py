@@ -17,9 +17,11 @@ import numpy as np
 from hvd_elastic.formatting import count
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
 from hvd_elastic.jobs.progress import Measured
+from hvd_elastic.jobs.rights import user_name
 from hvd_elastic.policy.schedule import jobs as policy
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.policies import Policy
+from hvd_elastic.policy.schedule.shares import Shares
 
 Slots = Mapping[str, int]
 """Number of slots on each host."""
@@ -77,12 +79,14 @@ def plan_slots(
     hosts: Sequence[policy.HostSlots],
     now: float,
     choose: Policy = decide,
+    shares: Shares | None = None,
 ) -> Plan:
     """Return which candidate should hold which slots.
 
     Args:
         candidates: jobs that run, and jobs that wait for nothing but slots.
         now: current time [Unix s].
+        shares: the shares of their users; None: slots are not shared by weight.
     """
     parts = {names: _Part.of(hosts, names) for names in {each.hosts for each in candidates}}
     running = [each for each in candidates if each.job.status is JobStatus.RUNNING]
@@ -90,9 +94,12 @@ def plan_slots(
         (each for each in candidates if each.job.status is JobStatus.QUEUED),
         key=lambda each: (-_aged_priority(each.job, now), each.job.number),
     )
+    first = waiting
+    if shares is not None:
+        choose, first = shares.policy(choose), in_turn(waiting, running, shares.weights)
     considered = [each for each in running if parts[each.hosts].capacity]
     like_it: Counter[frozenset[str] | None] = Counter()
-    for each in waiting:
+    for each in first:
         capacity = parts[each.hosts].capacity
         if each.job.request.min_np <= capacity and like_it[each.hosts] < _CONSIDERED * capacity:
             like_it[each.hosts] += 1
@@ -137,6 +144,25 @@ def plan_slots(
         starts = expected_starts(holders, least, parts[names].capacity)
         plan.etas.update({job.number: at for job, at in zip(left, starts, strict=True)})
     return plan
+
+
+def in_turn(
+    waiting: Sequence[Candidate], running: Sequence[Candidate], weights: Mapping[str, float]
+) -> list[Candidate]:
+    """Return waiting jobs so that those come first whose users have few before them, by weight.
+
+    Args:
+        waiting: jobs as they would start if all were one user's.
+        weights: weight of each user.
+    """
+    before = Counter(user_name(each.job.request.user) for each in running)
+    turns = []
+    for each in waiting:
+        user = user_name(each.job.request.user)
+        turns.append(before[user] / weights[user])
+        before[user] += 1
+    order = sorted(range(len(turns)), key=turns.__getitem__)
+    return [waiting[number] for number in order]
 
 
 @dataclass(frozen=True)
@@ -207,8 +233,15 @@ def grant_slots(claims: Mapping[str, Claim], hosts: Slots) -> dict[str, dict[str
                 now[host] = has + more
                 free[host] -= max(0, more - own)
         enough = sum(min(now.get(host, 0), slots) for host, slots in claim.wanted.items())
-        if enough >= claim.min_slots:  # what was kept for the move is not needed any more
-            now = {host: min(slots, claim.wanted.get(host, 0)) for host, slots in now.items()}
+        # What was kept for the move is not needed any more, or not all of it: a job never has more
+        # than it is to have, or its user would have more than allowed.
+        excess = math.inf
+        if enough < claim.min_slots:
+            excess = sum(now.values()) - max(claim.min_slots, sum(claim.wanted.values()))
+        for host, slots in now.items():
+            given_up = int(min(max(0, excess), max(0, slots - claim.wanted.get(host, 0))))
+            now[host] -= given_up
+            excess -= given_up
         granted[name] = {host: slots for host, slots in now.items() if slots}
     return granted
 
@@ -340,6 +373,7 @@ def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
         movable=request.kind is not JobKind.PLAIN,
         preemptible=job.status is not JobStatus.RUNNING
         or (turn_over and request.kind is not JobKind.PLAIN),
+        user=user_name(request.user),
         hosts=candidate.hosts,
     )
 

@@ -84,7 +84,6 @@ class HostProcess:
         folder = str(Path(sys.executable).parent)
         self._variables["PATH"] = f"{folder}:{self._variables.get('PATH', os.defpath)}"
         self._variables[PARENT_VARIABLE] = str(os.getpid())
-        self._variables["HVD_ELASTIC_LEADER_ADDRESS"] = self._address
         self._variables[FOLDER_VARIABLE] = self._folder
         # An engine's user may have no home; nothing of a run is needed here after it.
         self._variables.setdefault("HVD_ELASTIC_HOME", self._folder)
@@ -120,6 +119,8 @@ class HostProcess:
                 time.sleep(_REDIAL_S)
                 continue
             was_led = True
+            # Where the connection goes, since a name may have several addresses.
+            self._variables["HVD_ELASTIC_LEADER_ADDRESS"] = control.peer_address or self._address
             try:
                 self._serve(control)
             except OSError as error:

@@ -91,10 +91,10 @@ class Search:
             RunError: it has ended since all trials fail, or none reports the metric; or the daemon
                 refuses the trials.
         """
-        self.look(now)
-        if self._end_trials():
-            self.look(now)
         try:
+            self.look(now)
+            if self._end_trials():
+                self.look(now)
             definition = self.study.definition
             asked, slots = definition.request, self._usable_slots()
             sizes = asked.min_np, asked.max_np
@@ -108,7 +108,7 @@ class Search:
             self._act(decision)
         except RefusedError:
             raise
-        except RunError as error:  # the daemon is not there
+        except RunError as error:  # the daemon is not there, or its queue cannot be read
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 self._tell(f"{error}. Trials that run go on meanwhile")
@@ -229,6 +229,9 @@ class Search:
             self._ask(Cancel, [number for number in jobs if number not in self._cancelled])
             self._cancelled.update(jobs)
             return ""
+        for trial in self.trials:
+            if trial.status.active:  # it was never submitted
+                self.study.end_trial(replace(trial, status=TrialStatus.STOPPED, reason=why))
         failed = [trial for trial in self.trials if trial.status is TrialStatus.FAILED]
         if failure := self._failure or self._common_failure(failed):
             raise RefusedError(failure)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hvd_elastic.errors import HvdElasticError, RunError, UsageError, raise_together
+from hvd_elastic.errors import HvdElasticError, UsageError, raise_together
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -217,8 +217,7 @@ def of_file(path: Path) -> Suggest:
     asked the trial for.
 
     Raises:
-        UsageError: the file has no such function.
-        RunError: it fails.
+        UsageError: the file has no such function, or it fails.
     """
     path = path.absolute()
     try:
@@ -237,7 +236,7 @@ def of_file(path: Path) -> Suggest:
         with _explained(path):
             values = function(trial)
         if values is not None and not isinstance(values, Mapping):
-            raise RunError(
+            raise UsageError(
                 f"{path}: suggest() has returned a {type(values).__name__}; it returns nothing, or "
                 "the values of the placeholders by name"
             )
@@ -259,4 +258,4 @@ def _explained(path: Path) -> Iterator[None]:
         if isinstance(error, SyntaxError):
             lines = [error.lineno]
         line = f", line {lines[-1]}" if lines else ""
-        raise RunError(f"{path}{line}: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{path}{line}: {type(error).__name__}: {error}") from error

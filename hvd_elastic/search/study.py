@@ -245,7 +245,7 @@ class Study:
             trials: all trials as they are now.
 
         Raises:
-            RunError: ``suggest`` of the user's file fails.
+            UsageError: ``suggest`` of the user's file fails.
         """
         kept = self._study.get_trials(deepcopy=False)
         import optuna

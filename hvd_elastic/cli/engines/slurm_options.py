@@ -145,8 +145,11 @@ OF_ALLOCATIONS = (
 """Options that a run may be given anew when it is submitted again."""
 
 
-def parse_nodes(text: str) -> tuple[int, int]:
+def parse_nodes(text: str, name: str = "--nodes") -> tuple[int, int]:
     """Return the fewest and the most nodes.
+
+    Args:
+        name: name of the option, which also says what is counted.
 
     Raises:
         UsageError: the text is not valid; says what is.
@@ -156,14 +159,15 @@ def parse_nodes(text: str) -> tuple[int, int]:
     """
     match = _NODES.fullmatch(text)
     if match is None:
-        raise UsageError(f"--nodes takes a number of nodes or a range such as 2-8, not '{text}'")
+        words = f"{name} takes a number of {name.strip('-')} or a range such as 2-8"
+        raise UsageError(f"{words}, not '{text}'")
     least, most = int(match["least"]), int(match["most"] or match["least"])
     if least < 1:
-        raise UsageError(f"--nodes {text}: a run needs at least 1 node")
+        raise UsageError(f"{name} {text}: a run needs at least 1 {name.strip('-')[:-1]}")
     if most < least:
         raise UsageError(
-            f"--nodes {text}: the most nodes come second, and {most} is below {least}. Did you "
-            f"mean --nodes {most}-{least}?"
+            f"{name} {text}: the most {name.strip('-')} come second, and {most} is below {least}. "
+            f"Did you mean {name} {most}-{least}?"
         )
     return least, most
 

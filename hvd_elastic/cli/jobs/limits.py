@@ -2,53 +2,94 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption
+from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.options import AsJson
 from hvd_elastic.cli.output import print_json
-
-_LIMITS = ("most_jobs", "most_slots")
+from hvd_elastic.formatting import duration_words
 
 
 def limits(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
-    """Show how many jobs and slots each user of a cluster has now, and may have at a time.
+    """Show the shares of the users of a cluster, their limits, and what they have now.
 
-    The daemon reads the limits from limits.toml in the folder of the cluster, whenever it is saved.
+    FAIR is the part of the slots in use that was due to a user by WEIGHT and by what the jobs could
+    use, USED the part that they had; both count half after the half-life. The daemon reads weights
+    and limits from limits.toml in the folder of the cluster, whenever it is saved:
+
+      half_life = "7d"
+      [each]
+      weight = 1
+      most_slots = 8
+      most_jobs = 4
+      longest_time = "8h"
+      [user.ada]
+      weight = 2
+      [group.students]
+      most_slots = 16
+      [all]
+      longest_time = "2d"
 
     Examples:
       hvd-elastic limits
+
+      hvd-elastic limits --cluster /srv/queue --json
     """
-    from hvd_elastic.jobs.job import JobStatus
+    from hvd_elastic.jobs.job import ShowLimits
     from hvd_elastic.jobs.limits import Limits
     from hvd_elastic.jobs.place import open_cluster
-    from hvd_elastic.jobs.rights import open_queue, user_name
+    from hvd_elastic.jobs.rights import open_queue
+    from hvd_elastic.jobs.server import ask_daemon
+    from hvd_elastic.jobs.shares import ClusterShares
 
     place = open_cluster(cluster)
-    known = Limits.read(place.limits)
-    owner = place.path.stat().st_uid
-    jobs, slots = Counter[str](), Counter[str]()
-    for job in open_queue(place).with_status(JobStatus.RUNNING):
-        name = user_name(owner if job.request.user is None else job.request.user)
-        jobs[name] += 1
-        slots[name] += job.slots
-    rows = []
-    for name in sorted({*known.user, *jobs}):
-        limit = known.user.get(name, known.each)
-        used: dict[str, Any] = {"user": name, "jobs": jobs[name], "slots": slots[name]}
-        rows.append(used | {name: getattr(limit, name) for name in _LIMITS})
+    is_up = place.daemon_alive()
+    if is_up or place.is_others:
+        found = ask_daemon(place, ShowLimits()).data
+    else:
+        shares = ClusterShares(place.shares, lambda _: None)
+        found = shares.rows(Limits.read(place.limits), open_queue(place).active())
     if as_json:
-        each = {name: getattr(known.each, name) for name in _LIMITS}
-        print_json({"each": each, "users": rows})
+        print_json(found)
         return
-    each_other = {"user": "each other", "jobs": "", "slots": ""}
-    rows.append(each_other | {name: getattr(known.each, name) for name in _LIMITS})
-    width = max(len(str(row["user"])) for row in rows)
-    print(f"{'USER':<{width}}  JOBS  AT MOST  SLOTS  AT MOST")
-    for row in rows:
-        most_jobs, most_slots = row["most_jobs"] or "-", row["most_slots"] or "-"
-        print(
-            f"{row['user']:<{width}}  {row['jobs']:>4}  {most_jobs:>7}  {row['slots']:>5}  "
-            f"{most_slots:>7}"
-        )
+    if not is_up:
+        warn_of_no_daemon(place)
+    for line in limit_lines(found):
+        print(line)
+
+
+def limit_lines(found: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the table, the head first."""
+    rows = [(row["user"], row) for row in found["users"]]
+    rows.append(("each other", found["each"]))
+    rows += [(f"group {row['group']}", row) for row in found["groups"]]
+    rows.append(("all", found["all"]))
+    columns = ["JOBS", "AT MOST", "SLOTS", "AT MOST"]
+    if has_shares := found["half_life_s"] is not None:
+        columns = ["WEIGHT", "FAIR", "USED", *columns]
+    if has_times := any(row["longest_s"] for _, row in rows):
+        columns.append("TIME AT MOST")
+    cells = [["USER", *columns]]
+    for name, row in rows:
+        line = [row.get("jobs", ""), row["most_jobs"] or "-", row.get("slots", "")]
+        line.append(row["most_slots"] or "-")
+        if has_shares:
+            parts = [_part(row.get(key)) for key in ("fair_share", "used_share")]
+            weight = row["weight"] or (None if name == "all" or "group" in row else 1.0)
+            line = ["" if weight is None else f"{weight:g}", *parts, *line]
+        if has_times:
+            line.append(duration_words(row["longest_s"]) if row["longest_s"] else "-")
+        cells.append([name, *map(str, line)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _part(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}".replace("%", " %")

@@ -460,6 +460,11 @@ def _search(study: Study, tell: Callable[[str], None]) -> int:
             file=sys.stderr,
         )
         return _INTERRUPTED
+    except OSError as error:
+        raise RunError(
+            f"the journal of study {study.name} cannot be written: {error.strerror}. Its trials "
+            f"go on; when there is room in {study.folder}: hvd-elastic search resume {study.name}"
+        ) from error
     tell(f"study {study.name} has ended: {why}. Best: hvd-elastic search best {study.name}")
     return 0
 

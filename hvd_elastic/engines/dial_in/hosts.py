@@ -144,6 +144,8 @@ class DialInHosts:
         address: address of this machine by which the hosts reach it.
         warn: called with the reason when a connection is refused.
         files: open files that each host gets into its folder before it is used, by name.
+        again: what lets the hosts of an earlier leader dial in: ``grace_s``, ``port`` and
+            ``certificate`` of :class:`hvd_elastic.hosts.dial_in.DialIn`.
 
     Attributes:
         dial_in: where the hosts dial in; its ``invitation`` is for them.
@@ -158,6 +160,7 @@ class DialInHosts:
         address: str,
         warn: Callable[[str], None],
         files: Mapping[str, BinaryIO] | None = None,
+        **again: Any,
     ) -> None:
         self._hostfile = hostfile
         self._address = address
@@ -169,7 +172,7 @@ class DialInHosts:
         self._released: set[str] = set()
         """Hosts that were told to end, by identity."""
         self._not_replaced = 0
-        self.dial_in = DialIn(address, self._write, warn)
+        self.dial_in = DialIn(address, self._write, warn, **again)
 
     @property
     def hosts(self) -> list[DialInHost]:
@@ -209,14 +212,17 @@ class DialInHosts:
                     self._warn(f"{there} after {_PATIENCE_S:g} s; waiting for more")
                 self._changed.wait(_LOOK_S)
 
-    def release_host(self, name: str) -> None:
-        """Tell a host that was drained to end, unless it is the last one: that may be given back.
+    def release_host(self, name: str, *, is_last: bool = False) -> None:
+        """Tell a host that was drained to end.
 
         The leader ends its agent as on any host that is no longer in the hostfile.
+
+        Args:
+            is_last: whether also the last one is released; it may be given back otherwise.
         """
         others = [each for each in self.hosts if each.host.name != name]
         for remote in self.hosts:
-            if others and remote.host.name == name:
+            if (others or is_last) and remote.host.name == name:
                 with self._changed:
                     self._released.add(remote.identity)
                     self._not_replaced += 1

@@ -50,6 +50,7 @@ class Job:
         noise: relative standard error of ``goodput``; a change has to gain more than by chance.
         timed: numbers of slots with which it was measured; None: ``goodput`` is exact.
         precedence: place in the queue by priority and age, least first; None: there is no queue.
+        user: name of the user whose job it is.
         hosts: hosts that it may have; None: all.
     """
 
@@ -73,6 +74,7 @@ class Job:
     is_held_back: bool = False
     timed: Collection[int] | None = None
     precedence: tuple[float, float] | None = None
+    user: str = ""
     hosts: Collection[str] | None = None
 
     def __post_init__(self) -> None:

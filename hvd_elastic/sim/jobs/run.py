@@ -29,6 +29,7 @@ class JobInTime(ABC):
         hosts: hosts that it may have; None: all.
         finished_s: when it finished [s]; None: it has not.
         rescales: number of changes of its slots after the first.
+        user: whose it is, where slots are shared by weight.
     """
 
     def __init__(self, name: str, submitted_s: float) -> None:
@@ -42,6 +43,7 @@ class JobInTime(ABC):
         self.attained_slot_s = 0.0
         self.rescales = -1
         self.priority, self.min_slots = 1.0, 1
+        self.user = ""
         self.hosts: Collection[str] | None = None
         self._pause_s = 0.0
 
@@ -137,6 +139,7 @@ def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) 
             occupied=job.occupied,
             noise=job.noise,
             is_held_back=job.max_slots < job.most_slots,
+            user=job.user,
             hosts=job.hosts,
         )
         for job in jobs

@@ -41,6 +41,7 @@ from hvd_elastic.jobs.job import (
     Pause,
     Release,
     Requeue,
+    ShowLimits,
     Submit,
     UndrainHost,
 )
@@ -219,6 +220,32 @@ def test_job_at_its_time_limit_ends_and_goes_on_when_it_is_queued_again(
     daemon.until(lambda: daemon.job(number).status is JobStatus.FAILED)
     kinds = [record["kind"] for record in iter_records(place.events)]
     assert kinds.count("time_limit_near") == 2
+    daemon.down(leave_jobs=True)
+
+
+def test_limits_and_shares_are_told_and_outlive_the_daemon(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.jobs.shares._SAVE_S", 0.0)
+    place.limits.write_text('[each]\nweight = 2\nmost_jobs = 1\n[all]\nlongest_time = "1s"\n')
+    daemon = Running(place, hosts(place))
+    first, second = submit(place), submit(place)
+
+    def row() -> dict[str, Any]:
+        (found,) = ask_daemon(place, ShowLimits()).data["users"]
+        return dict(found)
+
+    daemon.until(lambda: "may have 1 job at a time" in daemon.job(second).reason)
+    daemon.until(lambda: daemon.job(first).status is JobStatus.FAILED)
+    message = daemon.job(first).message
+    assert message.startswith("time limit of 1.0 s of all users together: hvd-elastic requeue")
+    daemon.until(lambda: daemon.job(second).status is JobStatus.FAILED)
+    assert (row()["weight"], row()["most_jobs"], row()["jobs"]) == (2.0, 1, 0)
+    assert row()["used_share"] == row()["fair_share"] == pytest.approx(1.0)
+    daemon.until(lambda: "used" in place.shares.read_text())
+    daemon.kill()
+    daemon = Running(place, hosts(place))
+    assert row()["used_share"] == pytest.approx(1.0)
     daemon.down(leave_jobs=True)
 
 

@@ -26,6 +26,14 @@ def test_job_that_moves_keeps_its_minimum_until_there_is_room():
     assert grant_slots({"1": Claim({"b": 1}, {"a": 1}, {"a": 1})}, HOSTS)["1"] == {"b": 1}
 
 
+def test_a_job_that_moves_never_has_more_slots_than_it_is_to_have():
+    moves = Claim({"b": 2}, {"a": 2}, {"a": 2}, min_slots=2)
+    half = Claim({"b": 1}, {"b": 1}, {"b": 1})
+    assert grant_slots({"1": moves, "2": half}, {"a": 2, "b": 2})["1"] == {"a": 1, "b": 1}
+    grows = Claim({"b": 3}, {"a": 2}, {"a": 2}, min_slots=2)
+    assert grant_slots({"1": grows, "2": half}, {"a": 2, "b": 2})["1"] == {"a": 2, "b": 1}
+
+
 def test_slots_of_a_host_that_is_gone_are_lost():
     claim = Claim({"a": 1}, {"a": 1, "gone": 2}, {"a": 1, "gone": 2})
     assert grant_slots({"1": claim}, HOSTS)["1"] == {"a": 1}

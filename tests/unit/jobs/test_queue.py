@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -141,14 +142,16 @@ def test_time_of_all_attempts_counts_until_the_limit(
     job = made.queue.started(job, {"a": 1})
     now += 29
     job = made.queue.started(job, {"a": 1})  # another leader
-    assert made.queue.limit_time(job).stop is None
+    assert made.queue.limit_time(job, 100.0).stop is None
     assert made.events[-1][0] == "job_started"
     now += 2
-    assert made.queue.limit_time(made.queue.limit_time(job)).stop is None
+    assert made.queue.limit_time(made.queue.limit_time(job, 100.0), 100.0).stop is None
     assert [kind for kind, _ in made.events].count("time_limit_near") == 1
     now += 10
-    job = made.queue.limit_time(job)
+    assert made.queue.limit_time(job, math.inf).stop is None
+    job = made.queue.limit_time(job, 100.0, "group vision")
     assert job.stop is StopReason.TIME_LIMIT
+    assert job.reason.startswith("time limit of 1 m 40 s of group vision: hvd-elastic requeue")
     assert made.queue.store.jobs([job.number])[job.number].ran_s == 89.0
     with pytest.raises(RunError, match="is being ended at its time limit"):
         made.queue.requeue([job.number], {}, None)

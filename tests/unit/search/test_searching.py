@@ -44,7 +44,7 @@ class Played:
         self._requests = QueueRequests(
             self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
-            has_keeper=lambda _: True,
+            has_keeper=lambda _: True, limit_rows=dict,
         )  # fmt: skip
         self.is_away = False
         self.ends_after: type[Any] | None = None
@@ -256,3 +256,30 @@ def test_a_study_that_is_stopped_ends_its_jobs(play: Callable[..., Played]) -> N
     assert {(trial.status, trial.reason) for trial in played.search.trials} == {
         (TrialStatus.STOPPED, "stopped by its user")
     }
+
+
+def test_a_trial_that_was_never_submitted_ends_with_its_study(play: Callable[..., Played]) -> None:
+    played = play()
+    with played.study.lock():
+        played.study.add_trial([])
+    played.study.stop_request.touch()
+    assert played.step() == "stopped by its user"
+    assert [trial.status for trial in played.search.study.trials()] == [TrialStatus.STOPPED]
+    assert not played.queue.store.find("digits.0")
+
+
+def test_a_queue_that_cannot_be_read_is_waited_for(
+    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = play()
+    played.step()
+
+    def locked(_: ClusterFolder) -> JobStore:
+        raise RunError("another process has locked it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "open_queue", locked)
+        assert played.step() == ""
+    assert played.told[-1].startswith("another process has locked it.")
+    assert played.step() == ""
+    assert played.states() == ["waiting", "waiting"]

@@ -1,0 +1,144 @@
+"""Deal the jobs of a published workload to users, and compare what they had with their shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from benchmarks.published.job import SimulatedJob
+from benchmarks.published.policies import PolicyEntry
+from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
+from hvd_elastic.policy.schedule.shares import Shares, fair_slots, useful_slots
+from hvd_elastic.sim.jobs.run import as_jobs
+
+DEALINGS = {"even": (1, 1, 1, 1, 1, 1), "uneven": (10, 3, 1, 1, 1, 1)}
+"""Jobs of each of six users, relative to each other, which are their weights too."""
+Weights = Mapping[str, float]
+
+
+def dealt(jobs: Sequence[str], weights: Weights, seed: int) -> dict[str, str]:
+    """Return the user of each job: in each round of so many jobs as weights, in a random order."""
+    return dict(zip(jobs, islice(_cards(weights, seed), len(jobs)), strict=True))
+
+
+def _cards(weights: Weights, seed: int) -> Iterator[str]:
+    rng = np.random.default_rng(seed)
+    cards = [user for user, weight in weights.items() for _ in range(int(weight))]
+    while True:
+        yield from (cards[number] for number in rng.permutation(len(cards)))
+
+
+@dataclass
+class Round:
+    """A time between two decisions.
+
+    Attributes:
+        held: slots of each job.
+        could_use: most slots that each job could use.
+    """
+
+    seconds: float
+    held: Mapping[str, int]
+    could_use: Mapping[str, int]
+
+
+@dataclass
+class SharedRun:
+    """The policy by goodput, with shares by weight or without, and what it has decided.
+
+    Attributes:
+        user_of: user of each job; empty: without shares.
+    """
+
+    user_of: Mapping[str, str] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
+    shares: Shares = field(default_factory=Shares)
+    rounds: list[Round] = field(default_factory=list)
+    _began: float = 0.0
+
+    def entry(self) -> PolicyEntry:
+        """Return the policy."""
+        return PolicyEntry(self._decide, True, "measurements, and the length that a job declares")
+
+    def _decide(
+        self,
+        jobs: Sequence[SimulatedJob],
+        hosts: Sequence[HostSlots],
+        now: float,
+        rescale_s: float,
+    ) -> Mapping[str, Assignment]:
+        choose = decide
+        seen = as_jobs(jobs, rescale_s, tells_length=True)
+        if self.rounds:
+            self.rounds[-1].seconds = now - self._began
+        if self.user_of:
+            for job in jobs:
+                job.user = self.user_of[job.name]
+            seen = as_jobs(jobs, rescale_s, tells_length=True)
+            held = Counter[str]()
+            for name, slots in self.rounds[-1].held.items() if self.rounds else ():
+                held[self.user_of[name]] += slots
+            self.shares.count_use(now, held)
+            self.shares.weights = {job.user: self.weights[job.user] for job in jobs}
+            found = self.shares.policy(choose)(seen, hosts, now)
+        else:
+            found = choose(seen, hosts, now)
+        self._began = now
+        held_now = {name: sum(each.hosts.values()) for name, each in found.items()}
+        self.rounds.append(Round(0.0, held_now, {job.name: useful_slots(job) for job in seen}))
+        return found
+
+
+@dataclass(frozen=True)
+class UseOfShares:
+    """What users had, beside their fair shares.
+
+    Attributes:
+        worst: largest relative difference between what a user had and the weighted max-min fair
+            share of the slots in use, over the whole workload.
+        all_h: time in which the jobs of each user could use more than the share by weight [h].
+        worst_of_all: largest relative difference from the weights over that time.
+        used_h, fair_h: slot hours that each user had, and those of the fair share.
+    """
+
+    worst: float
+    all_h: float
+    worst_of_all: float
+    used_h: dict[str, float]
+    fair_h: dict[str, float]
+
+
+def use_of_shares(
+    rounds: Sequence[Round], user_of: Mapping[str, str], weights: Weights, capacity: int
+) -> UseOfShares:
+    """Return what users had of the slots that jobs held.
+
+    Args:
+        capacity: slots of the cluster.
+    """
+    used, fair, used_by_all = Counter[str](), Counter[str](), Counter[str]()
+    all_s, together = 0.0, sum(weights.values())
+    for each in rounds:
+        held, could_use = Counter[str](), Counter[str]()
+        for job, slots in each.held.items():
+            held[user_of[job]] += slots
+            could_use[user_of[job]] += each.could_use[job]
+        own = {user: weights[user] for user in could_use}
+        shares = fair_slots(could_use, own, sum(held.values()))
+        for user in own:
+            used[user] += each.seconds * held[user]  # type: ignore[assignment]
+            fair[user] += each.seconds * shares[user]  # type: ignore[assignment]
+        if all(could_use[user] > capacity * weights[user] / together for user in weights):
+            all_s += each.seconds
+            for user in own:
+                used_by_all[user] += each.seconds * held[user]  # type: ignore[assignment]
+    whole = sum(used_by_all.values())
+    of_all = [abs(used_by_all[u] / whole * together / weights[u] - 1) for u in weights if whole]
+    worst = max(abs(used[user] / fair[user] - 1) for user in fair if fair[user])
+    used_h, fair_h = ({user: whose[user] / 3600 for user in weights} for whose in (used, fair))
+    return UseOfShares(worst, all_s / 3600, max(of_all, default=0.0), used_h, fair_h)

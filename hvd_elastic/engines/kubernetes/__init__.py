@@ -1,0 +1,1 @@
+"""Runs whose hosts are pods of Kubernetes, which come, are evicted and come back."""

@@ -1,0 +1,218 @@
+"""Lead a run whose hosts are pods: they dial in, and others are asked for when some are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hvd_elastic import __version__
+from hvd_elastic.engines.base import repeating
+from hvd_elastic.engines.dial_in.hosts import DialInHosts
+from hvd_elastic.engines.growth import Growth, Limits, growing
+from hvd_elastic.engines.kubernetes.api import Api, ApiError
+from hvd_elastic.engines.kubernetes.manifests import PORT
+from hvd_elastic.engines.kubernetes.pods import Pods
+from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.certificate import make_certificate
+from hvd_elastic.hosts.hostfile import Hostfile
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.replaced_files import write_whole
+from hvd_elastic.run_events import HostDrained, HostDraining
+
+_LIST_S = 2.0
+"""Time between two lists of the pods [s]."""
+_LOOK_S = 0.2
+"""Time between two looks at what has happened in the run [s]."""
+_RETURN_S = 20.0
+"""How long a new leader waits for the hosts of the one before [s]; they dial every second."""
+_TERMINATED = 128 + signal.SIGTERM
+_NOTICE_S = 3.0
+"""How long the notice of a pod that is deleted may take to arrive [s]."""
+_LEAVE_IN_S = 10.0
+"""Time that such a pod is given if it does not arrive [s]."""
+_MARGIN_S = 2.0
+"""Part of a pod's grace time that is kept for its end [s]."""
+
+
+class KubernetesSource:
+    """What a run is led on with in the pod of its leader, as a ``HostSource``."""
+
+    def is_around(self, environment: Mapping[str, str]) -> bool:
+        return False  # only hvd-elastic k8s lead begins a run there
+
+    def hosts(self, environment: Mapping[str, str]) -> Hostfile:
+        raise RunError("pods are hosts of runs of hvd-elastic k8s submit alone")
+
+    def lead(
+        self, folder: RunFolder, environment: Mapping[str, str]
+    ) -> AbstractContextManager[DialInHosts]:
+        raise RunError(f"run {folder.run_id} is led in a pod: {folder.resume_command}")
+
+    def clean(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}  # workers have the variables of their own pod
+
+
+@contextlib.contextmanager
+def kubernetes_engine(
+    folder: RunFolder,
+    api: Api,
+    own: Mapping[str, Any],
+    pod: dict[str, Any],
+    limits: Limits,
+    spec: RunSpec,
+    start_limit_s: float,
+    tell: Callable[[str], None],
+) -> Iterator[DialInHosts]:
+    """Yield the pods of a run as its hosts, when the fewest have come.
+
+    Args:
+        folder: folder of the run, whose lock this process holds.
+        own: the pod of this process.
+        pod: manifest of a host pod.
+        limits: how many pods there are.
+        start_limit_s: see :class:`Pods`.
+        tell: called with what is done, in words.
+
+    Raises:
+        RunError: the service account does not suffice, or the run was stopped before it began.
+    """
+    owner = own["metadata"]["ownerReferences"][0]
+    grace_s = max(60.0, 2 * spec.leader_grace_s)
+    again: Any = {"grace_s": grace_s, "port": PORT, "certificate": _certificate(folder)}
+    hosts = DialInHosts(folder.hosts, own["status"]["podIP"], tell, **again)
+    try:
+        owned = {"ownerReferences": [{**owner, "controller": False, "blockOwnerDeletion": False}]}
+        pod["metadata"] |= owned
+        notice_s = pod["spec"]["terminationGracePeriodSeconds"] - _MARGIN_S
+        invitation = {
+            **hosts.dial_in.invitation,
+            "address": f"{owner['name']}.{api.namespace}.svc",
+            "slots": limits.slots_per_host,
+            "version": __version__,
+            "after_sigterm_s": max(1.0, notice_s),
+        }
+        _tell_invitation(api, owner["name"], owned, invitation)
+        pods = Pods(hosts, api, pod, start_limit_s, tell)
+        growth = Growth(pods, limits, spec, tell)
+        earlier = len(pods.list())
+        try:
+            with growing(growth, folder, tell), _draining(folder, hosts, pods):
+                _wait(folder, hosts, limits, earlier, tell)
+                yield hosts
+        finally:
+            hosts.close()
+            pods.delete_all()
+            with contextlib.suppress(ApiError):
+                api.delete(f"secrets/{owner['name']}")
+    finally:
+        hosts.close()
+
+
+def _certificate(folder: RunFolder) -> str:
+    """Return the key by which hosts know this run's leaders: that of the one before, if any."""
+    path = folder.path / "dial_in.pem"
+    if not path.exists():
+        write_whole(path, make_certificate(), mode=0o600)
+    return path.read_text(encoding="ascii")
+
+
+def _tell_invitation(
+    api: Api, name: str, owned: Mapping[str, Any], invitation: Mapping[str, Any]
+) -> None:
+    """Put the invitation where host pods find it, in a Secret."""
+    secret = {
+        "metadata": {"name": name, **owned},
+        "stringData": {"invitation": json.dumps(invitation)},
+    }
+    with contextlib.suppress(ApiError):
+        api.delete(f"secrets/{name}")
+    api.call("POST", "secrets", secret)
+
+
+def _wait(
+    folder: RunFolder,
+    hosts: DialInHosts,
+    limits: Limits,
+    earlier: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Wait for the fewest hosts; for all of an earlier leader, which soon dial in again."""
+    least = max(limits.least, min(earlier, limits.most))
+    began, said = time.monotonic(), -1
+    while (now := len(hosts.hosts)) < least:
+        if now >= limits.least and time.monotonic() > began + _RETURN_S:
+            return
+        if now != said:
+            said = now
+            tell(f"{now} of {least} pods have come")
+        if [*folder.take_requests("stop")]:
+            raise RunError("the run was stopped before it began")
+        time.sleep(_LOOK_S)
+
+
+@contextlib.contextmanager
+def _draining(folder: RunFolder, hosts: DialInHosts, pods: Pods) -> Iterator[None]:
+    """Have each drained host end at once: it does not come back, and its pod waits for nothing.
+
+    A pod is drained by its own notice; if no leader has heard it, by a request.
+    """
+    follower = folder.follow_events()
+    follower.poll()  # what an earlier leader has seen
+    draining: set[str] = set()
+
+    def look() -> bool:
+        for event in follower.poll():
+            match event:
+                case HostDraining(host=host):
+                    draining.add(host)
+                case HostDrained(host=host):
+                    hosts.release_host(host, is_last=True)
+        for name, since in [*pods.going.items()]:
+            if time.monotonic() > since + _NOTICE_S and name not in draining and pods.in_use(name):
+                draining.add(name)
+                folder.send_request("drain", {"host": name, "leave_in_s": _LEAVE_IN_S})
+        return False
+
+    with repeating("drained hosts", _LOOK_S, look):
+        yield
+
+
+def leave_at_sigterm() -> None:
+    """Have this process end at SIGTERM and leave the hosts as they are.
+
+    The pod of the leader is taken away then, not the run: the next pod of its job leads it on, in
+    the same processes. Called before other threads begin, which take over what is blocked.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGTERM})
+        os._exit(_TERMINATED)  # as if it were killed, which the first process of a pod cannot be
+
+    threading.Thread(target=wait, name="SIGTERM", daemon=True).start()
+
+
+def own_pod(api: Api) -> dict[str, Any]:
+    """Return the pod of this process, which a job owns.
+
+    Raises:
+        RunError: the service account may not read it, or no job owns it.
+    """
+    name = os.environ.get("POD_NAME") or socket.gethostname()
+    pod = api.call("GET", f"pods/{name}")
+    owners = pod["metadata"].get("ownerReferences", ())
+    if not any(each["kind"] == "Job" for each in owners):
+        raise RunError(
+            f"the pod {name} belongs to no Job, so nothing would collect the pods of its hosts: "
+            "lead the run in a Job, as in docs/kubernetes.md"
+        )
+    return pod

@@ -1,0 +1,134 @@
+"""A run that was submitted to Kubernetes, as the tests follow it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+from benchmarks.testbed.kubernetes import Nodes
+from tests.dist.running import RunningJob, Stage
+from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
+
+IMAGE = "registry.example/train:1"
+POLL_S = 0.5
+
+
+class SubmittedPods(RunningJob):
+    """``hvd-elastic k8s submit`` with the probe script."""
+
+    def __init__(self, nodes: Nodes, stage: Stage, *options: str, **more: Any) -> None:
+        self.nodes, self.control = nodes, nodes.control
+        self.stage = stage
+        template = stage.folder / "pod.json"
+        environment = {"PYTHONPATH": WORKER_PYTHONPATH, "DIST_TEST_LIFE": "1", **LITTLE_WORK}
+        container: dict[str, Any] = {
+            "name": "any",
+            "workingDir": str(stage.folder),
+            "env": [{"name": name, "value": value} for name, value in environment.items()],
+            "resources": {"requests": {"cpu": "100m"}},
+        }
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}}
+        template.write_text(json.dumps({**pod, "spec": {"containers": [container]}}))
+        verb = ("k8s", "submit", "--image", IMAGE, "--pod-template", str(template))
+        super().__init__(stage, None, *options, verb=verb, **more)
+        assert self.process.wait(LIMIT_S) == 0, self.output.read_text()
+        self.process = _Job(self)  # type: ignore[assignment]
+
+    @property
+    def home_name(self) -> str:  # type: ignore[override]
+        return str(self.nodes.claims / self.name)
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return f"hvd-{self.run_id}"
+
+    def environment(self) -> dict[str, str]:
+        found = super().environment()
+        found["PATH"] = f"{self.nodes.bin}:{found['PATH']}"
+        return found | {"KUBECONFIG": str(self.control.kubeconfig)}
+
+    def k8s(self, *words: str) -> str:
+        return self.command("k8s", *words)
+
+    def pods(self, role: str = "host") -> dict[str, dict[str, Any]]:
+        """Return the pods of the run that are not being deleted, by name."""
+        chosen = f"hvd-elastic/run%3D{self.run_id},hvd-elastic/role%3D{role}"
+        path = f"/api/v1/namespaces/default/pods?labelSelector={chosen}"
+        items = self.control.call("GET", path)["items"]
+        return {
+            pod["metadata"]["name"]: pod
+            for pod in items
+            if "deletionTimestamp" not in pod["metadata"]
+        }
+
+    def evict(self, name: str) -> None:
+        """Have the Eviction API take a pod away, as kubectl drain and autoscalers do."""
+        path = f"/api/v1/namespaces/default/pods/{name}/eviction"
+        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction"}
+        self.control.call("POST", path, {**body, "metadata": {"name": name}})
+
+    def gone(self, name: str) -> bool:
+        """Return whether the API server knows no pod of this name any more."""
+        text = self.control.kubectl("get", "pod", name, "--ignore-not-found", "-oname")
+        return not text.strip()
+
+    def output_of_leaders(self) -> str:
+        logs = (self.control.folder / "pods").glob(f"{self.name}-?????/log")
+        return "\n".join(log.read_text(errors="replace") for log in logs)
+
+    def story(self) -> str:
+        return super().story() + self.output_of_leaders()[-6000:]
+
+    def check_equal_parameters(self) -> None:
+        """All ranks hold the same; the pods do not tell them which leader they have."""
+        held: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+        for record in self.digests():
+            held[record["generation"], record["kind"], record["step"]].add(record["digest"])
+        assert held
+        assert all(len(digests) == 1 for digests in held.values()), self.story()
+
+
+class _Job:
+    """The job in which a run is led, as a process."""
+
+    def __init__(self, pods: SubmittedPods) -> None:
+        self._pods = pods
+        self._looked_at = 0.0
+        self._status: int | None = None
+
+    def begin_anew(self) -> None:
+        """Follow the next job of the same name."""
+        self._status = None
+
+    def poll(self) -> int | None:
+        if self._status is None and time.monotonic() > self._looked_at + POLL_S:
+            self._looked_at = time.monotonic()
+            try:
+                path = f"/apis/batch/v1/namespaces/default/jobs/{self._pods.name}"
+                status = self._pods.control.call("GET", path)["status"]
+            except OSError:
+                return None  # the API server is away
+            for each in status.get("conditions", ()):
+                self._status = {"Complete": 0, "Failed": 1}.get(each["type"])
+        return self._status
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout_s or LIMIT_S)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self._pods.name, timeout_s or LIMIT_S)
+            time.sleep(POLL_S)
+        assert self._status is not None
+        return self._status
+
+    def kill(self) -> None:
+        words = ("delete", "job", self._pods.name, "--ignore-not-found", "--wait=false")
+        self._pods.control.kubectl(*words)
+        self._status = 1
+        for name in self._pods.pods():
+            sys.stderr.write(f"{name} is deleted\n")

@@ -1,0 +1,260 @@
+"""Runs on a real control plane of Kubernetes, whose nodes are virtual hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.testbed import kubernetes
+from benchmarks.testbed.kubernetes import ControlPlane, Nodes
+from hvd_elastic.engines.kubernetes.manifests import Asked, account_and_role, as_yaml
+from tests.dist.running import Stage
+from tests.engines.submitted_pods import IMAGE, SubmittedPods
+from tests.paths import COSTLY
+
+pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def nodes(stage: Stage) -> Iterator[Nodes]:
+    why = kubernetes.why_not() or ("needs namespaces" if stage.cluster.loopback else "")
+    why = why or kubernetes.build()
+    if why:
+        pytest.skip(f"{why}; see make test-engines")
+    folder = stage.folder / "kubernetes"
+    with (
+        ControlPlane(folder, stage.cluster.leader_address) as control,
+        Nodes(control, stage.cluster, {IMAGE}) as nodes,
+    ):
+        control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
+        yield nodes
+
+
+def end_well(job: SubmittedPods) -> None:
+    """Let training end, and check it; a node that was cut off may keep something."""
+    (job.folder / "enough").touch()
+    assert job.wait() == 0, job.story()
+    job.check_audit(finished=True)
+    job.check_equal_parameters()
+
+
+def test_evicted_and_drained_pods_cost_a_pause_and_no_example(stage, nodes) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "2-3") as job:
+        job.wait_size(3)
+        job.wait_steps(10)
+
+        since = job.mark()
+        evicted = next(iter(job.pods()))
+        job.evict(evicted)
+        job.wait_for(lambda: job.gone(evicted), "the end of the evicted pod")
+        job.wait_size(3, since)
+
+        # All pods of a node: it takes the place of the leader too, if that is there.
+        since = job.mark()
+        drained, pod = next(iter(job.pods().items()))
+        node = pod["spec"]["nodeName"]
+        words = ("--ignore-daemonsets", "--force", "--delete-emptydir-data", "--timeout=100s")
+        nodes.control.kubectl("drain", node, *words)
+        job.wait_size(3, since)
+        nodes.control.kubectl("uncordon", node)
+        assert drained not in job.pods()
+        assert [event["status"] for event in job.kinds("run_finished")] == []
+
+        status = job.k8s("status", job.run_id)
+        assert "running" in status
+        job.wait_steps(10)
+        job.finish()
+        report = job.folder / "report.html"
+        job.k8s("report", job.run_id, "--out", str(report))  # in a pod that is made for it
+        assert job.run_id in report.read_text()
+        nodes.control.kubectl("delete", "job", job.name)
+        job.wait_for(lambda: not _left(job), "the end of all that was made", ended_too=True)
+
+
+def _left(job: SubmittedPods) -> str:
+    kinds = "pods,secrets,services,pvc,jobs"
+    chosen = f"--selector=hvd-elastic/run={job.run_id}"
+    named = job.control.kubectl("get", "secret", job.name, "--ignore-not-found", "-oname")
+    return job.control.kubectl("get", kinds, chosen, "-oname").strip() + named.strip()
+
+
+def test_the_next_leader_goes_on_in_the_same_processes(stage, nodes) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "2") as job:
+        job.wait_size(2)
+        job.wait_steps(10)
+        pods = {*job.pods()}
+        (leader,) = job.pods("leader")
+        since = job.mark()
+        nodes.control.kubectl("delete", "pod", leader, "--wait=false")
+        job.wait_event("taken_over", since, size=2)
+        job.wait_steps(10)
+        assert {*job.pods()} == pods
+        job.finish()
+
+
+def test_training_needs_no_api_server_and_a_silent_node_is_replaced(stage, nodes) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "2") as job:
+        job.wait_size(2)
+        since = job.mark()
+        nodes.control.pause()
+        try:
+            job.wait_steps(100)
+        finally:
+            nodes.control.go_on()
+        assert not job.kinds("rescale_started", since)
+
+        (leader,) = job.pods("leader").values()
+        hosts = job.pods().items()
+        name, node = next(
+            (name, pod["spec"]["nodeName"])
+            for name, pod in hosts
+            if pod["spec"]["nodeName"] != leader["spec"]["nodeName"]
+        )
+        since = job.mark()
+        stage.cluster.cut(node)
+        job.wait_event("host_lost", since, host=name)
+        job.wait_for(lambda: len({*job.pods()} - {name}) == 2, "another pod")
+        job.wait_size(2, since)
+        stage.cluster.heal(node)
+        job.wait_steps(10)
+        end_well(job)
+
+
+def test_a_run_is_stopped_and_goes_on_in_another_job(stage, nodes) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "1") as job:
+        job.wait_size(1)
+        job.wait_steps(10)
+        job.k8s("stop", job.run_id)
+        assert job.wait() == 0
+        stopped = job.kinds("run_finished")[-1]
+        assert (stopped["status"], stopped["checkpoint_step"]) == ("stopped", stopped["steps"])
+        since = job.mark()
+        job.k8s("submit", "--resume", job.run_id, "--pods", "2")
+        job.process.begin_anew()  # type: ignore[attr-defined]
+        assert job.wait_event("restored", since)["step"] == stopped["steps"]
+        job.wait_size(2, since)
+        job.finish()
+
+
+def test_what_a_pod_lacks_is_told_and_the_others_train(stage, nodes) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}}
+    quota["spec"] = {"hard": {"pods": "3"}}
+    nodes.control.kubectl("create", "-f", "-", input=json.dumps(quota))
+    try:
+        with SubmittedPods(nodes, stage, "--pods", "1-4") as job:
+            job.wait_size(2)
+            told = "the quota of the namespace default is used up"
+            job.wait_for(lambda: told in job.output_of_leaders(), told)
+            job.wait_steps(10)
+            job.finish()
+    finally:
+        nodes.control.kubectl("delete", "quota", "small")
+
+
+def test_a_pod_that_finds_no_room_is_given_up(stage, nodes) -> None:
+    words = ("--pods", "1", "--start-limit", "4", "--gpus-per-pod", "9")
+    with SubmittedPods(nodes, stage, *words) as job:
+        told = ("Insufficient nvidia.com/gpu", "is given up after")
+        job.wait_for(lambda: all(each in job.output_of_leaders() for each in told), str(told))
+
+
+def test_an_image_that_cannot_be_pulled_is_told(stage, nodes) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "1", "--image", "registry.example/none:1") as job:
+        status = [sys.executable, "-m", "hvd_elastic.cli.app", "k8s", "status", job.run_id]
+
+        def said() -> str:
+            return subprocess.run(
+                status, capture_output=True, text=True, env=job.environment()
+            ).stderr
+
+        told = "its image registry.example/none:1 cannot be pulled"
+        job.wait_for(lambda: told in said(), told)
+
+
+def test_a_pod_of_a_higher_priority_takes_the_place_of_a_host(stage, nodes) -> None:
+    """The host has all GPUs of its node, and so has the pod that preempts it."""
+    high = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1000}
+    nodes.control.kubectl(
+        "apply", "-f", "-", input=json.dumps({**high, "metadata": {"name": "high"}})
+    )
+    with SubmittedPods(
+        nodes, stage, "--pods", "1-4", "--gpus-per-pod", "2", "--slots-per-pod", "1"
+    ) as job:
+        job.wait_size(4)
+        since = job.mark()
+        limits: dict[str, Any] = {"limits": {"nvidia.com/gpu": 2}}
+        container = {
+            "name": "any",
+            "image": IMAGE,
+            "command": ["sleep", "1000"],
+            "resources": limits,
+        }
+        spec = {
+            "priorityClassName": "high",
+            "terminationGracePeriodSeconds": 0,
+            "containers": [container],
+        }
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "high"}, "spec": spec}
+        nodes.control.kubectl("create", "-f", "-", input=json.dumps(pod))
+        job.wait_size(3, since)
+        job.wait_for(lambda: "no node has room for it" in job.output_of_leaders(), "words")
+        since = job.mark()
+        nodes.control.kubectl("delete", "pod", "high")
+        job.wait_size(4, since)
+        job.finish()
+
+
+def test_the_role_suffices_and_allows_nothing_else(nodes) -> None:
+    account = "--as=system:serviceaccount:default:hvd-elastic"
+
+    def may(verb: str, what: str) -> bool:
+        kind, _, part = what.partition("/")
+        words = ("auth", "can-i", verb, kind, f"--subresource={part}", account)
+        return nodes.control.kubectl(*words, check=False).startswith("yes")
+
+    verbs = ("create", "get", "list", "delete", "update", "patch", "watch")
+    allowed = {"pods": {"create", "get", "list", "delete"}, "secrets": {"create", "delete"}}
+    for what in ("pods", "secrets", "pods/exec", "nodes", "configmaps", "jobs.batch", "pods/log"):
+        assert {verb for verb in verbs if may(verb, what)} == allowed.get(what, set())
+
+
+@COSTLY
+def test_random_faults_cost_no_example(stage, nodes) -> None:
+    seed = random.randrange(1 << 30)
+    chance = random.Random(seed)
+    with SubmittedPods(nodes, stage, "--pods", "2-3") as job:
+        job.wait_size(3)
+        for number in range(20):
+            fault = chance.choice(("evict", "delete", "kill", "leader", "api"))
+            print(f"seed {seed}, fault {number}: {fault}")
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                if fault == "api":
+                    nodes.control.pause()
+                    time.sleep(3.0)
+                    nodes.control.go_on()
+                elif pods := [*job.pods("leader" if fault == "leader" else "host")]:
+                    name = chance.choice(pods)
+                    if fault == "evict":
+                        job.evict(name)
+                    else:
+                        now = ("--grace-period=0", "--force") if fault == "kill" else ()
+                        nodes.control.kubectl("delete", "pod", name, "--wait=false", *now)
+            job.wait_steps(chance.randrange(20))
+        end_well(job)
+
+
+@pytest.mark.parametrize("version", [f"1.{minor}" for minor in range(25, 38)])
+def test_manifests_are_valid(version: str) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="see make test-engines")
+    asked = Asked("r1", IMAGE, 2, None, [("data", "/data")], {"metadata": {"labels": {"a": "b"}}})
+    made = [asked.job(["--pods", "2"]), asked.service(), asked.claim_made(), asked.host_pod()]
+    for manifest in [*made, *account_and_role()]:
+        schemas.validate(manifest, version, strict=True)

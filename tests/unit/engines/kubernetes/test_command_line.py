@@ -1,0 +1,114 @@
+"""The command line of ``hvd-elastic k8s``, with a small script in place of kubectl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli.app import main
+from hvd_elastic.engines.kubernetes.kubectl import Kubectl
+from hvd_elastic.errors import UsageError
+from tests.paths import ROOT
+
+SUBMIT = ("k8s", "submit", "--run-id", "r1")
+OF_PODS = ("--pods", "2-4", "--image", "image:1")
+COMMAND = ("--", "python", "train.py")
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kubectl that logs its words and input, and answers as one that has made it."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "kubectl"
+    path.write_text(
+        "#!/bin/sh\n"
+        f'echo "$*" >>{tmp_path}/words\n'
+        'case "$*" in\n'
+        """*version*) echo '{"serverVersion": {"major": "1", "minor": "30+"}}';;\n"""
+        f"""*create*) tee -a {tmp_path}/made >/dev/null\n"""
+        """    echo '{"metadata": {"name": "hvd-r1", "uid": "7"}}'; echo >>made;;\n"""
+        f"*patch*) cat {tmp_path}/template;;\n"
+        "esac\n"
+    )
+    path.chmod(0o755)
+    return tmp_path
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return int(end.value.code or 0)
+
+
+def test_what_is_made_belongs_to_the_job(kubectl, capsys) -> None:
+    options = ("--gpus-per-pod", "4", "--policy", "goodput", "--volume", "data:/data")
+    assert call(*SUBMIT, *OF_PODS, *options, *COMMAND) == 0
+    job, claim, service = map(json.loads, (kubectl / "made").read_text().split("\n")[:3])
+    assert [job["kind"], claim["kind"], service["kind"]] == [
+        "Job",
+        "PersistentVolumeClaim",
+        "Service",
+    ]
+    assert all(each["metadata"]["ownerReferences"][0]["uid"] == "7" for each in (claim, service))
+    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert words[words.index("--slots-per-pod") + 1] == "4"
+    assert words[-2:] == ["python", "train.py"]
+    assert "--volume" not in words
+    assert "podFailurePolicy" in job["spec"]
+
+
+def test_the_manifest_in_the_docs_is_current(capsys) -> None:
+    options = ("--pods", "2-8", "--image", "registry.example/train:1", "--dry-run")
+    assert call(*SUBMIT, *options, *COMMAND) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "kubernetes.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--pods", "4-2", "--image", "i", *COMMAND), "Did you mean --pods 2-4"),
+        (("--image", "i", *COMMAND), "--pods 2-8"),
+        (("--pods", "2", *COMMAND), "--image"),
+        ((*OF_PODS, "--volume", "data", *COMMAND), "CLAIM:PATH"),
+        ((*OF_PODS, "--run-id", "A_b", *COMMAND), "name of a job of Kubernetes"),
+        ((*OF_PODS, "--pod-template", "none.yaml", *COMMAND), "no such file"),
+        (OF_PODS, "no command to run"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_made(kubectl, capsys, words, said) -> None:
+    assert call(*SUBMIT, *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (kubectl / "made").exists()
+
+
+def test_a_template_with_two_containers_is_refused(kubectl) -> None:
+    (kubectl / "template").write_text('{"kind": "Pod", "spec": {"containers": [{}, {}]}}')
+    with pytest.raises(UsageError, match="has 2 containers"):
+        Kubectl().read_template(kubectl / "template")
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("The connection to the server localhost:8080 was refused", "set KUBECONFIG"),
+        ("error: You must be logged in to the server (Unauthorized)", "log in again"),
+        ('namespaces "ml" not found', "kubectl get namespaces"),
+        ('serviceaccounts "hvd-elastic" not found', "k8s setup"),
+        ('jobs.batch "hvd-r1" already exists', "another --run-id"),
+        ('persistentvolumeclaims "data" not found', "kubectl get pvc"),
+    ],
+)
+def test_what_kubectl_says_comes_with_what_to_do(kubectl, capsys, said, advice) -> None:
+    (kubectl / "kubectl").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    assert call(*SUBMIT, *OF_PODS, *COMMAND) == 1
+    assert advice in capsys.readouterr().err
+
+
+def test_no_kubectl_is_said(kubectl, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert call(*SUBMIT, *OF_PODS, *COMMAND) == 1
+    assert "kubectl is not on PATH" in capsys.readouterr().err
+    assert call(*SUBMIT, *OF_PODS, "--dry-run", *COMMAND) == 0

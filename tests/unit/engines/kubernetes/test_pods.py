@@ -1,0 +1,143 @@
+"""Pods as what a run grows by: what is asked for, given up and said."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_elastic.engines.growth import Growth, Limits
+from hvd_elastic.engines.kubernetes.api import ApiError, why_ended
+from hvd_elastic.engines.kubernetes.manifests import Asked
+from hvd_elastic.engines.kubernetes.pods import Pods
+from hvd_elastic.leader.spec import RunSpec
+
+
+class Cluster:
+    """In place of an API server and of the leader's end of what dials in."""
+
+    def __init__(self) -> None:
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.refusal: ApiError | None = None
+        self.released: list[str] = []
+        self.connected: list[str] = []
+        self.dial_in = self
+
+    @property
+    def hosts(self) -> list[Any]:
+        return [SimpleNamespace(host=SimpleNamespace(name=name)) for name in self.connected]
+
+    def release_host(self, name: str, *, is_last: bool) -> None:
+        self.released.append(name)
+
+    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        if method == "GET":
+            return {"items": [*self.pods.values()]}
+        if self.refusal is not None:
+            raise self.refusal
+        name = f"{body['metadata']['generateName']}{len(self.pods)}"
+        self.pods[name] = {"metadata": {"name": name}, "status": {"phase": "Pending"}}
+        return {}
+
+    def delete(self, path: str) -> None:
+        del self.pods[path.removeprefix("pods/")]
+
+    def come(self, name: str) -> None:
+        self.pods[name]["status"] = {"phase": "Running"}
+        self.connected.append(name)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def pods_of(cluster: Cluster, said: list[str], start_limit_s: float = 1e9) -> Pods:
+    pod = Asked("r1", "image:1").host_pod()
+    return Pods(cluster, cluster, pod, start_limit_s, said.append)  # type: ignore[arg-type]
+
+
+def growth_of(cluster: Cluster, said: list[str], least: int, most: int, policy: str) -> Growth:
+    limits = Limits(most, 1, 0.0, 120.0, least=least, most_pending=most)
+    spec = RunSpec(("true",), "/", policy=policy)
+    return Growth(pods_of(cluster, said), limits, spec, said.append)
+
+
+@pytest.mark.parametrize(("policy", "asked"), [("fixed", 8), ("goodput", 2)])
+def test_a_run_asks_for_all_pods_or_for_the_fewest_if_a_policy_decides(
+    cluster, said, policy, asked
+) -> None:
+    growth_of(cluster, said, 2, 8, policy).look_at_grants(0.0)
+    assert len(cluster.pods) == asked
+
+
+def test_a_pod_that_is_taken_away_is_replaced_and_is_drained_before_it_ends(cluster, said) -> None:
+    growth = growth_of(cluster, said, 1, 2, "fixed")
+    growth.look_at_grants(0.0)
+    first, second = cluster.pods
+    cluster.come(first)
+    cluster.come(second)
+    growth.look_at_grants(2.0)
+    cluster.pods[first]["metadata"]["deletionTimestamp"] = "now"
+    growth.look_at_grants(4.0)
+    assert len(cluster.pods) == 3
+    assert cluster.released == []
+    assert any("it is taken away" in line for line in said)
+
+
+def test_a_policy_does_not_give_back_the_fewest_pods(cluster, said) -> None:
+    growth = growth_of(cluster, said, 2, 8, "goodput")
+    growth.look_at_grants(0.0)
+    for name in [*cluster.pods]:
+        cluster.come(name)
+    growth.look_at_grants(2.0)
+    growth.look_at_grants(1000.0)
+    assert cluster.released == []
+
+
+def test_a_refusal_is_not_repeated_every_two_seconds(cluster, said) -> None:
+    pods = pods_of(cluster, said)
+    cluster.refusal = ApiError("exceeded quota", 403)
+    with pytest.raises(ApiError):
+        pods.ask([], "")
+    cluster.refusal = None
+    with pytest.raises(Exception, match="exceeded quota"):
+        pods.ask([], "")
+    assert not cluster.pods
+
+
+def test_a_pod_that_does_not_start_is_told_and_given_up(cluster, said) -> None:
+    pods = pods_of(cluster, said, start_limit_s=0.0)
+    pods.ask([], "")
+    (name,) = cluster.pods
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    cluster.pods[name]["status"]["containerStatuses"] = [
+        {"image": "image:1", "state": {"waiting": waiting}}
+    ]
+    assert pods.list() == []
+    assert "its image image:1 cannot be pulled" in said[0]
+    assert not cluster.pods
+    with pytest.raises(Exception, match="is given up after"):
+        pods.ask([], "")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({"reason": "Evicted", "message": "low on memory"}, "Evicted: low on memory"),
+        ({"reason": "OOMKilled", "exitCode": 137}, "more memory than its limit"),
+        ({"exitCode": 1, "message": "\nNo module named 'hvd_elastic'\n"}, "has no hvd_elastic"),
+        ({"exitCode": 3, "reason": "Error", "message": "first\nlast"}, "exit status 3 (last)"),
+        ({"exitCode": 0}, ""),
+    ],
+)
+def test_the_end_of_a_pod_is_put_in_words(status: dict[str, Any], words: str) -> None:
+    container = {"image": "image:1", "state": {"terminated": status}}
+    told = status if status.get("reason") == "Evicted" else {"containerStatuses": [container]}
+    assert words in why_ended({"status": told})
