@@ -164,7 +164,8 @@ def _explain(error: Exception, attempt: Attempt) -> SshError:
         cause = str(error) or "the connection was closed"
         return HostUnreachableError(
             f"{where}: no ssh connection ({cause}). Does an ssh server answer there? "
-            f"Otherwise {port_advice}; a server at its limit (MaxStartups) wants a smaller --fanout"
+            f"Otherwise {port_advice}; a server at its limit (MaxStartups) wants a smaller "
+            "--fanout, one that puts off who has failed to log in (PerSourcePenalties) some time"
         )
     if isinstance(error, OSError):
         return HostUnreachableError(f"{where}: {error.strerror or error}. Is it up? {port_advice}")

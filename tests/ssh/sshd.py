@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -35,6 +36,14 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 # One that does not know our key and would let us in by a password.
 BY_PASSWORD = "PasswordAuthentication yes\nPubkeyAuthentication no\n"
+
+
+def _version() -> tuple[int, ...]:
+    """Return the version of OpenSSH here."""
+    told = subprocess.run([SSHD, "-V"], capture_output=True, text=True).stderr
+    found = re.search(r"OpenSSH_(\d+)\.(\d+)", told)
+    assert found is not None, told
+    return tuple(map(int, found.groups()))
 
 
 class Sshd:
@@ -71,6 +80,8 @@ class Sshd:
             "StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
             "KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups 200\n"
             "Subsystem sftp internal-sftp\n"
+            # Tests fail to log in on purpose, and all their hosts are one server.
+             + ("PerSourcePenalties no\n" if _version() >= (9, 8) else "")
         )
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)

@@ -290,6 +290,9 @@ def test_passes_without_averaging_come_before_the_one_that_is_averaged(
     model(torch.ones(1, 1)).sum().backward()
     with pytest.raises(ScriptError, match="are being averaged"), optimizer.no_sync():
         pass
+    optimizer.synchronize()
+    with pytest.raises(ScriptError, match="are being averaged"), optimizer.no_sync():
+        pass
 
 
 class LeftOut(LocalCommunicator):
