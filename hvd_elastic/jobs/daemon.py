@@ -221,7 +221,7 @@ class Daemon:
         if self._hosts.changed():
             self._record.hosts(self._hosts.listed)
             self._health.forget_others(self._hosts.listed)
-            self._gpus.ask_again(self._gpus.memory_gb.keys() - self._hosts.listed.keys())
+            self._gpus.ask_again(self._gpus.known.keys() - self._hosts.listed.keys())
             self._queue.changed = True
         self._record.work()
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
@@ -487,10 +487,11 @@ class Daemon:
             if job.number in held_back:  # slots that it was to have before
                 self._wanted.pop(job.number, None)
         running = self._queue.with_status(JobStatus.RUNNING)
-        if any(job.request.wish.gpu_memory_gb is not None for job in [*running, *ready]):
+        wishes = {job.request.wish for job in [*running, *ready]}
+        if any(wish.asks_gpus(self._hosts.listed) for wish in wishes):
             self._gpus.ask(self._hosts.listed.keys() - self._health.lost.keys())
         jobs = [*(job for job in running if not self._is_bound(job)), *ready]
-        hosts_of = {wish: self._allowed(wish) for wish in {job.request.wish for job in jobs}}
+        hosts_of = {wish: self._allowed(wish) for wish in wishes}
         candidates = [self._candidate(job, hosts_of[job.request.wish]) for job in jobs]
         bound = [use for use in self._uses() if self._is_bound(use.job)]
         hosts = [
@@ -520,7 +521,7 @@ class Daemon:
         return Candidate(job, progress.measured, occupied, progress.hosts.unheard, allowed)
 
     def _allowed(self, wish: HostWish) -> frozenset[str] | None:
-        return wish.allowed(self._hosts.known, self._gpus.memory_gb)
+        return wish.allowed(self._hosts.known, self._gpus.known)
 
     def _hold_to_limits(self, held: Mapping[int, str]) -> None:
         """Have jobs wait whose users may have no more, and say so."""

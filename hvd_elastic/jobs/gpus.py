@@ -1,4 +1,4 @@
-"""How much memory the GPUs of a cluster's hosts have, as the hosts say themselves."""
+"""Which GPUs a cluster's hosts have, as the hosts say themselves."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hvd_elastic.jobs.asked_hosts import AskedHosts
+from hvd_elastic.jobs.host_wish import Gpus
 
 _COMMAND = (
     "! command -v nvidia-smi >/dev/null || "
-    "timeout 8 nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
+    "timeout 8 nvidia-smi --query-gpu=memory.total,name --format=csv,noheader,nounits"
 )
-"""Prints the memory of each GPU [MiB]; nothing on a host without a driver."""
+"""Prints the memory [MiB] and the name of each GPU; nothing on a host without a driver."""
 _AGAIN_S = 30.0
 """Time until a host that has not answered is asked again [s]."""
 
 
 class HostGpus:
-    """The GPUs of the hosts, which are asked when a job is the first to ask for their memory.
+    """The GPUs of the hosts, which are asked when a job is the first for which they matter.
 
     Args:
         hostfile: hostfile of the cluster.
         ssh_config: its ssh configuration; None: the user's own.
 
     Attributes:
-        memory_gb: memory of each GPU of the hosts that have answered [GB, 1e9 bytes].
+        known: GPUs of the hosts that have answered.
     """
 
     def __init__(self, hostfile: Path, ssh_config: str | None) -> None:
         self._hostfile, self._ssh_config = hostfile, ssh_config
-        self.memory_gb: dict[str, tuple[float, ...]] = {}
+        self.known: dict[str, Gpus] = {}
         self._answered: set[str] = set()
         self._asked: AskedHosts | None = None
         self._asked_at: dict[str, float] = {}
@@ -57,7 +58,7 @@ class HostGpus:
         self._asked = None
         for host, text in answers.items():
             with contextlib.suppress(ValueError):  # not a number: it is asked again
-                self.memory_gb[host] = (*(float(mib) * 2**20 / 1e9 for mib in text.split()),)
+                self.known[host] = _gpus(text)
                 self._answered.add(host)
         return True
 
@@ -71,3 +72,14 @@ class HostGpus:
         """End a question that is open."""
         if self._asked is not None:
             self._asked.close()
+
+
+def _gpus(text: str) -> Gpus:
+    """Return the GPUs of a host by what it has printed; raises ValueError if that makes no sense.
+
+    >>> _gpus("15360, Tesla T4")
+    Gpus(memory_gb=(16.10612736,), names=('Tesla T4',))
+    """
+    told = [line.partition(",") for line in text.splitlines() if line.strip()]
+    memory_gb = (float(mib) * 2**20 / 1e9 for mib, _, _ in told)
+    return Gpus((*memory_gb,), (*(name.strip() for _, _, name in told),))

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a host, as it says itself.
+
+    Attributes:
+        memory_gb: memory of each [GB, 1e9 bytes].
+        names: name of each.
+    """
+
+    memory_gb: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> set[str]:
+        """Words of their names, which count as labels.
+
+        >>> sorted(Gpus(names=("NVIDIA A100-SXM4-40GB",)).words)
+        ['40gb', 'a100', 'nvidia', 'sxm4']
+        """
+        return {word for name in self.names for word in re.findall("[a-z0-9]+", name.lower())}
 
 
 @dataclass(frozen=True)
@@ -18,7 +41,8 @@ class HostWish:
     Attributes:
         only: list of names such as ``gpu[1-4]``, and of labels such as ``@a100``; empty: all.
         exclude: such a list of hosts that it may not have.
-        labels: labels that a host has, all of them.
+        labels: what a host has, all of them: labels of the hostfile or, if no host there has it,
+            words of the names of its GPUs.
         gpu_memory_gb: least memory of each of its GPUs [GB, 1e9 bytes]; None: it may have none.
     """
 
@@ -43,32 +67,37 @@ class HostWish:
         }
         return " ".join(f"{flag} {value}" for flag, value in values.items() if value)
 
-    def allowed(
-        self, hosts: Mapping[str, Host], memory_gb: Mapping[str, Sequence[float]]
-    ) -> frozenset[str] | None:
+    def asks_gpus(self, hosts: Mapping[str, Host]) -> bool:
+        """Return whether what is asked depends on the GPUs of hosts, beside their labels."""
+        return self.gpu_memory_gb is not None or not _labels(hosts).issuperset(self.labels)
+
+    def allowed(self, hosts: Mapping[str, Host], gpus: Mapping[str, Gpus]) -> frozenset[str] | None:
         """Return the hosts that may be had; None: all, those of the future too.
 
         Args:
-            memory_gb: memory of each GPU of hosts, as far as it is known [GB].
+            gpus: GPUs of hosts, as far as they are known.
         """
         if self == HostWish():
             return None
+        listed = _labels(hosts) if self.labels else set()
         return frozenset(
             host.name
             for host in hosts.values()
             if (not self.only or _names(self.only, host))
             and not (self.exclude and _names(self.exclude, host))
-            and {*self.labels} <= {*host.labels}
-            and (
-                self.gpu_memory_gb is None
-                or _least_memory(host, memory_gb.get(host.name, ())) >= self.gpu_memory_gb
+            and all(
+                label in host.labels
+                if label in listed
+                else label.lower() in _gpus_of(host, gpus).words
+                for label in self.labels
             )
+            and (self.gpu_memory_gb is None or _least_memory(host, gpus) >= self.gpu_memory_gb)
         )
 
     def refuse_impossible(
         self,
         hosts: Mapping[str, Host],
-        memory_gb: Mapping[str, Sequence[float]],
+        gpus: Mapping[str, Gpus],
         least: int,
         whose: tuple[str, str],
     ) -> None:
@@ -81,17 +110,22 @@ class HostWish:
         """
         job, cluster = whose
         hostfile = Hostfile((*hosts.values(),), cluster)
-        labels = ",".join(f"@{label}" for label in self.labels)
-        lists = {"--hosts": self.only, "--exclude": self.exclude, "--labels": labels}
-        for flag, text in lists.items():
+        for flag, text in (("--hosts", self.only), ("--exclude", self.exclude)):
             try:
                 if text:
                     hostfile.choose(text)
             except HostfileError as error:
                 raise UsageError(f"{flag}: {error}") from None
-        unknown = set() if self.gpu_memory_gb is None else hosts.keys() - memory_gb.keys()
-        everything = {**memory_gb, **dict.fromkeys(unknown, (float("inf"),))}
-        allowed = self.allowed(hosts, everything)
+        for label in self.labels:
+            if not HostWish(labels=(label,)).allowed(hosts, gpus):
+                labels = sorted(_labels(hosts))
+                models = sorted({name for each in gpus.values() for name in each.names})
+                has = f"its labels are {', '.join(labels)}" if labels else "it has no labels="
+                has += f", its GPUs are {', '.join(models)}" if models else ""
+                raise UsageError(f"--labels: no host of {cluster} has the label '{label}'; {has}")
+        unknown = hosts.keys() - gpus.keys()
+        may_have = {**gpus, **dict.fromkeys(unknown, Gpus((float("inf"),)))}
+        allowed = self.allowed(hosts, may_have)
         able = hosts.keys() if allowed is None else allowed
         slots = sum(hosts[name].slots for name in able)
         if slots >= least:
@@ -99,7 +133,7 @@ class HostWish:
         if not able:
             names = replace(self, labels=(), gpu_memory_gb=None).allowed(hosts, {})
             named = [host for host in hosts.values() if names is None or host.name in names]
-            has = "; ".join(_has(host, memory_gb, self) for host in named[:_MOST_TOLD])
+            has = "; ".join(_has(host, gpus, self) for host in named[:_MOST_TOLD])
             more = "; …" if len(named) > _MOST_TOLD else ""
             raise RunError(
                 f"no host of {cluster} is as {job} asks ({self.words}): {has or 'all are excluded'}"
@@ -137,17 +171,26 @@ def _names(text: str, host: Host) -> bool:
     return not _wanted(text).isdisjoint([host.name.lower(), *(f"@{each}" for each in host.labels)])
 
 
-def _least_memory(host: Host, gpus: Sequence[float]) -> float:
+def _labels(hosts: Mapping[str, Host]) -> set[str]:
+    return {label for host in hosts.values() for label in host.labels}
+
+
+def _gpus_of(host: Host, gpus: Mapping[str, Gpus]) -> Gpus:
+    return gpus.get(host.name, Gpus())
+
+
+def _least_memory(host: Host, gpus: Mapping[str, Gpus]) -> float:
     """Return the memory of the smallest GPU that slots of a host use [GB]; 0 without one."""
-    used = [gpus[number] for number in host.devices if number < len(gpus)]
-    return min(used or gpus, default=0.0)
+    every = _gpus_of(host, gpus).memory_gb
+    used = [every[number] for number in host.devices if number < len(every)]
+    return min(used or every, default=0.0)
 
 
-def _has(host: Host, memory_gb: Mapping[str, Sequence[float]], wish: HostWish) -> str:
+def _has(host: Host, gpus: Mapping[str, Gpus], wish: HostWish) -> str:
     """Return what a host has of that which a job asks for."""
     has = [f"labels {','.join(host.labels)}" if host.labels else "no labels"] if wish.labels else []
     if wish.gpu_memory_gb is not None:
-        least = _least_memory(host, memory_gb.get(host.name, ()))
-        known = "" if host.name in memory_gb else " that is known"
+        least = _least_memory(host, gpus)
+        known = "" if host.name in gpus else " that is known"
         has.append(f"GPUs of {least:.3g} GB" if least else f"no GPU{known}")
     return f"{host.name} has {' and '.join(has)}" if has else host.name

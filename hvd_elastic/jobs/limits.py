@@ -232,14 +232,18 @@ class _LimitsText:
 
     def _line(self, table: str, key: str) -> int:
         """Return the line of a key of a table, or else that of the table."""
+        wanted = ".".join(filter(None, (table, key)))
         found, current = 1, ""
         for number, line in enumerate(self._text.splitlines(), 1):
-            line = line.strip().replace('"', "").replace("'", "")
-            if head := re.match(r"\[\s*([^\]]+?)\s*\]", line):
-                current = re.sub(r"\s*\.\s*", ".", head[1])
-                found = number if current == table else found
-            elif current == table and re.match(rf"{re.escape(key)}\s*[=.]", line):
+            words = re.sub(r"[\"'\s]", "", line)
+            if head := re.match(r"\[([^\]]+)\]", words):
+                name = current = head[1]
+            else:
+                name = ".".join(filter(None, (current, words.split("=")[0])))
+            if name == wanted:
                 return number
+            if wanted.startswith(f"{name}."):
+                found = number
         return found
 
 

@@ -240,13 +240,14 @@ class QueueRequests:
         self._changes_left[user] = left, now
 
     def _allowed(self, wish: HostWish) -> frozenset[str] | None:
-        return wish.allowed(self._hosts.listed, self._gpus.memory_gb)
+        return wish.allowed(self._hosts.listed, self._gpus.known)
 
     def _unknown_gpus(self, request: Submit) -> list[str]:
         """Return the hosts that have not said which GPUs they have, if a job asks for some."""
-        if all(job.wish.gpu_memory_gb is None for job in request.jobs):
+        hosts = self._hosts.listed
+        if not any(wish.asks_gpus(hosts) for wish in {job.wish for job in request.jobs}):
             return []
-        return [host for host in self._hosts.listed if host not in self._gpus.memory_gb]
+        return [host for host in hosts if host not in self._gpus.known]
 
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed
@@ -254,7 +255,7 @@ class QueueRequests:
         for job in request.jobs:
             if (asked := (job.wish, job.min_np)) not in checked:
                 whose = f"job {job.name}", f"cluster {self._name}"
-                job.wish.refuse_impossible(hosts, self._gpus.memory_gb, job.min_np, whose)
+                job.wish.refuse_impossible(hosts, self._gpus.known, job.min_np, whose)
                 checked.add(asked)
             for name in job.spec.get("input_hosts", ()):
                 if name in hosts:

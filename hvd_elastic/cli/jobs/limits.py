@@ -19,17 +19,12 @@ def limits(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     and limits from limits.toml in the folder of the cluster, whenever it is saved:
 
       half_life = "7d"
-      [each]
-      weight = 1
-      most_slots = 8
-      most_jobs = 4
-      longest_time = "8h"
-      [user.ada]
-      weight = 2
-      [group.students]
-      most_slots = 16
-      [all]
-      longest_time = "2d"
+      each.weight = 1
+      each.most_slots = 8
+      each.most_jobs = 4
+      user.ada.weight = 2
+      group.students.most_slots = 16
+      all.longest_time = "2d"
 
     Examples:
       hvd-elastic limits

@@ -103,7 +103,7 @@ class SubmitOptions(RunOptions):
     ] = None
     labels: Annotated[
         str | None,
-        option("labels of the hostfile that its hosts have, all of them", metavar="LABEL,…"),
+        option("labels, or words of GPUs' names, that its hosts have", metavar="LABEL,…"),
     ] = None
     gpu_memory: Annotated[
         float | None,

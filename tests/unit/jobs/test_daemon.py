@@ -292,7 +292,7 @@ HOT = {"what": "GPU 0 held down", "text": "GPU 0: its clocks are held down by he
 
 
 def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
-    place: ClusterFolder,
+    place: ClusterFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hostfile = hosts(place)
     hostfile.write_text("a\nb\n")
@@ -330,6 +330,11 @@ def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
     worse = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 2}]))
     again.until(lambda: "drained" in [state for state, _ in rows()])
     ask_daemon(place, Cancel([worse], "ann"))
+    last = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 9}]))
+    again.until(lambda: "is not drained, since it is the last" in capfd.readouterr().err)
+    time.sleep(1)
+    assert "is not drained" not in capfd.readouterr().err, "once"
+    ask_daemon(place, Cancel([last], "ann"))
     again.down(leave_jobs=False)
 
 
