@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -68,16 +69,11 @@ def _interpreter(packages: Path) -> str:
     stranger: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/"}
     program = "import sys, msgspec, torch; print(sys.version_info[:2])"
     for python in (sys.executable, "/usr/bin/python3"):
-        found = subprocess.run(
-            [python, "-c", program],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"PYTHONPATH": str(packages)},
-            **stranger,
-        )
-        if found.stdout.strip() == str(tuple(sys.version_info[:2])):
-            return python
+        env = {"PYTHONPATH": str(packages)}
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            said = subprocess.check_output([python, "-c", program], text=True, env=env, **stranger)
+            if said.strip() == str(tuple(sys.version_info[:2])):
+                return python
     raise RuntimeError("no interpreter that other accounts may run has these packages")
 
 
