@@ -336,7 +336,7 @@ class Daemon:
             if host in state.closed:
                 continue
             faults = [
-                fault.text
+                fault
                 for fault in state.new_faults(host, told.faults, told.t)
                 if fault.is_broken or self._drains == "warning"
             ]
@@ -345,10 +345,12 @@ class Daemon:
             if self._hosts.listed.keys() <= {host, *state.closed, *self._health.lost}:
                 if self._kept_unhealthy != (host, told.t):
                     self._kept_unhealthy = host, told.t
-                    text = f"host {host} is not drained, since it is the last: {faults[0]}"
+                    text = f"host {host} is not drained, since it is the last: {faults[0].text}"
                     self._record.warn(text)
                 continue
-            drained = Drained("; ".join(faults), HEALTH, now)
+            known = {fault.what: fault.number for fault in told.faults}
+            reason = "; ".join(fault.text for fault in faults)
+            drained = Drained(reason, HEALTH, now, known)
             state.drain(host, drained)
             fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
             self._record.emit("host_drained", {"host": host, **fields})

@@ -25,11 +25,13 @@ class Drained:
         reason: why, in the words of who asked for it.
         by: who asked for it.
         at: from when on [Unix s].
+        faults: how often each fault of its hardware was seen, if they are the reason.
     """
 
     reason: str
     by: str
     at: float
+    faults: dict[str, int] = field(default_factory=dict)
 
     def words(self, now: float) -> str:
         """Return why, by whom, and since when or from when on."""
@@ -105,14 +107,16 @@ class OperatorState:
         """Give a host back; raises RunError if that cannot be kept, or it is not drained.
 
         Args:
-            faults: those of its hardware, which are no reason to drain it again.
+            faults: those of its hardware, which are no reason to drain it again; those for which
+                it was drained are known.
             now: time [Unix s].
         """
         if host not in self.drained:
             which = ", ".join(self.drained) or "none is"
             raise RunError(f"host {host} is not drained; drained: {which}")
         rest = {name: each for name, each in self.drained.items() if name != host}
-        known = _Accepted(now, {fault.what: fault.number for fault in faults})
+        numbers = self.drained[host].faults | {fault.what: fault.number for fault in faults}
+        known = _Accepted(now, numbers)
         self._keep(replace(self._set, drained=rest, accepted={**self._set.accepted, host: known}))
 
     def new_faults(self, host: str, faults: Sequence[Fault], at: float) -> list[Fault]:

@@ -29,6 +29,17 @@ def test_faults_that_a_user_makes_up_are_bounded(tmp_path: Path) -> None:
     assert health.faults_told(well), "what was told of the future is over now"
 
 
+def test_faults_for_which_a_host_was_drained_are_known_to_a_daemon_that_heard_of_none(
+    tmp_path: Path,
+) -> None:
+    OperatorState(tmp_path / "state").drain("a", Drained("fell off", "health", 0.0, {"bus": 2}))
+    state = OperatorState(tmp_path / "state")
+    state.undrain("a", (), time.time())
+    found = [Fault("bus", "fell off", number, is_broken=True) for number in (2, 3)]
+    assert state.new_faults("a", found[:1], time.time()) == []
+    assert state.new_faults("a", found[1:], time.time()) == found[1:]
+
+
 class Tried:
     """The health of a host that answers, and the times at which it could be used again."""
 
