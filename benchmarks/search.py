@@ -41,7 +41,7 @@ from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 from hvd_elastic.sim.jobs.run import JobInTime, Outcome, as_jobs, queue_events, run_jobs
 from hvd_elastic.views.search_page import write_search_page
 
-CURVES = Path(__file__).parent / "results" / "search_curves.json"
+CURVES = Path(__file__).parent / "search_curves.json"
 HOSTS = [HostSlots(f"host{number + 1}", 4) for number in range(8)]
 SLOTS = sum(host.slots for host in HOSTS)
 FIXED = (1, 4, 8, 32)

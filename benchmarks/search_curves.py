@@ -5,7 +5,7 @@ image trains, the others validate. Eight learning rates and eight widths, each w
 was tuned for and with one four times as large, whose learning rate follows AdaScale. A curve is the
 validation accuracy against useful examples.
 
-Run it: ``python benchmarks/search_curves.py benchmarks/results/search_curves.json``, 10 minutes of
+Run it: ``python benchmarks/search_curves.py benchmarks/search_curves.json``, 10 minutes of
 one core. Seed 0.
 """
 

@@ -286,6 +286,8 @@ class Metrics(OpenEvent, tag="metrics"):
     known, except that of ``lr``, null is a rate that is not a number.
 
     Attributes:
+        reported: names of the metrics that the script has reported since the event before; the
+            others are as they were.
         late_s: how long it was on its way, such as after a takeover, if that is long [s].
     """
 
@@ -307,6 +309,7 @@ class Metrics(OpenEvent, tag="metrics"):
     done: float | None = None
     skipped_steps: int | None = None
     goodput: float | None = None
+    reported: list[str] | None = None
     late_s: float = 0.0
 
 

@@ -105,8 +105,9 @@ class TrialProgress:
         self._recent.append((event.t, done))
         while self._recent[-1][0] - self._recent[0][0] > _SPEED_S:
             self._recent.popleft()
-        name = next((name for name in self._names if name in event.values), None)
-        self.others |= event.values.keys() - {*self._names}
+        reported = {*(event.reported or ())} & event.values.keys()
+        name = next((name for name in self._names if name in reported), None)
+        self.others |= reported - {*self._names}
         if name is not None:
             value = event.values[name]  # null: no number
             is_number = isinstance(value, (int, float))

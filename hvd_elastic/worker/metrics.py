@@ -29,8 +29,9 @@ class Metrics:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._values: dict[str, Any] = {}  # reported since metrics were sent
-        self._before: dict[str, Any] = {}  # on other ranks, which may become rank 0
+        self._values: dict[str, Any] = {}
+        self._reported: dict[str, None] = {}  # names, since metrics were sent
+        self._before: dict[str, None] = {}  # the same before, of a rank that may become rank 0
         self._told_skipped = 0
         self._due = 0.0
         self._window = (time.monotonic(), 0)
@@ -41,7 +42,7 @@ class Metrics:
         self._announces_pause = False
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Store numbers from the script until metrics are sent next.
+        """Store numbers from the script for the metrics that are sent.
 
         One that has the name of a field of the event is sent as ``script.NAME``.
 
@@ -50,7 +51,9 @@ class Metrics:
         """
         for name, value in values.items():
             number = _one_number(name, value)
-            self._values[f"script.{name}" if name in _FIELDS else name] = number
+            told = f"script.{name}" if name in _FIELDS else name
+            self._values[told] = number
+            self._reported[told] = None
 
     def world_begins(self, *, first: bool, announces_pause: bool) -> None:
         """Begin to measure a generation; ``first``: the first one of this process."""
@@ -88,15 +91,15 @@ class Metrics:
 
     def training_ends(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics if they lack values or steps left out; ``planned``: see :meth:`send`."""
-        if self._values or self._before or self._worker.progress.skipped > self._told_skipped:
+        if self._reported or self._before or self._worker.progress.skipped > self._told_skipped:
             self.send(planned)
 
     def send(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics now, if this is rank 0; ``planned`` returns the planner's metrics."""
         worker, now = self._worker, time.monotonic()
         self._due = now + _INTERVAL_S
-        reported, self._values = self._values, {}
-        values, self._before = {**self._before, **reported}, reported
+        reported, self._reported = self._reported, {}
+        names, self._before = {**self._before, **reported}, reported
         if worker.rank != 0:
             return
         self._before = {}
@@ -120,7 +123,10 @@ class Metrics:
             told.lr = rate
         if worker.progress.skipped:
             told.skipped_steps = self._told_skipped = worker.progress.skipped
-        told.values = {name: _plain(worker.frontend.plain(value)) for name, value in values.items()}
+        told.values = {
+            name: _plain(worker.frontend.plain(value)) for name, value in self._values.items()
+        }
+        told.reported = [*names] or None
         self._window = (now, worker.progress.examples)
         self._input = worker.input_times.waited
         self._waited_s = worker.communicator.waited_s

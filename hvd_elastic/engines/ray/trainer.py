@@ -169,8 +169,7 @@ class ElasticTrainer:
         events = folder.read_events()
         past = summarize(events)
         last = [event for event in events if isinstance(event, Metrics)][-1:]
-        # What the script reported is in the event after its report alone.
-        metrics = {**(as_record(last[0]) if last else {}), **past.final_metrics()}
+        metrics = as_record(last[0]) if last else {}
         return Result(
             value,
             run_id,

@@ -25,7 +25,17 @@ def progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialProgress:
 def metrics(examples: int, **values: float | None) -> ev.Metrics:
     named = {name.replace("_", "/"): value for name, value in values.items()}
     step = examples // 10
-    return ev.Metrics(step, 0, 0, examples, 2, values=named, t=examples / 50, mono=examples / 50)
+    return ev.Metrics(
+        step,
+        0,
+        0,
+        examples,
+        2,
+        values=named,
+        reported=[*named],
+        t=examples / 50,
+        mono=examples / 50,
+    )
 
 
 def test_points_are_the_reports_of_the_metric_alone(progress: TrialProgress) -> None:

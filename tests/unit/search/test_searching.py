@@ -40,7 +40,7 @@ class Played:
         self.place.path.mkdir(parents=True)
         store = JobStore.create(self.place.database)
         self.queue = JobQueue(store, lambda *_: None)
-        host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="", memory_gb={})
+        host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="", known={})
         self._requests = QueueRequests(
             self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
@@ -101,7 +101,9 @@ class Played:
             append_event(log, ev.RescaleStarted(1, 0, 1, ["a"], [1], "start"))
             append_event(log, ev.RescaleFinished(1, 1, None))
             for examples, value in reports:
-                append_event(log, ev.Metrics(1, 0, 0, examples, 1, values={name: value}))
+                append_event(
+                    log, ev.Metrics(1, 0, 0, examples, 1, values={name: value}, reported=[name])
+                )
 
     def end(self, number: int, status: JobStatus = JobStatus.SUCCEEDED, why: str = "") -> None:
         self.queue.ended(self.queue.active[self.job(number).number], status, why)
