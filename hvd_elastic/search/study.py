@@ -33,7 +33,7 @@ from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import is_locked, take_lock
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.search.rungs import judged_value
-from hvd_elastic.search.space import Param, Suggest, of_file, of_params
+from hvd_elastic.search.space import Param, Suggest, fill, of_file, of_params
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class Study:
             trials: all trials as they are now.
 
         Raises:
-            UsageError: ``suggest`` of the user's file fails.
+            UsageError: ``suggest`` of the user's file fails, or leaves out a placeholder.
         """
         kept = self._study.get_trials(deepcopy=False)
         import optuna
@@ -260,6 +260,7 @@ class Study:
             )
             asked = view.ask()
             values = dict(definition.suggest(asked))
+            fill(definition.request.words, values, number)  # or else none could be submitted
             made = optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING,
                 params=asked.params,

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _STEP_S = 1.0
 """Time between two looks at the trials [s]."""
 _LONGEST_NAME = 40
+_TRIED = 20
+"""Calls of a user's ``suggest`` before the study: what it returns may depend on the values."""
 _INTERRUPTED = 130
 StudyArgument = Annotated[str, argument("name of the study; see: hvd-elastic search list", "NAME")]
 Detach = Annotated[bool, option("search in the background; see show and stop", "--detach", "-d")]
@@ -207,9 +209,11 @@ class SearchOptions(SubmitOptions):
         if self.space is not None:
             import optuna
 
-            tried = optuna.create_study(sampler=optuna.samplers.RandomSampler()).ask()
-            values = of_file(self.space)(tried)
-            check_space([*values], self.command or (), source=str(self.space))
+            tried = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+            suggest = of_file(self.space)
+            for _ in range(_TRIED):
+                values = suggest(tried.ask())
+                check_space([*values], self.command or (), source=str(self.space))
             return
         names = [parse_param(text).name for text in self.param or ()]
         twice = [name for name in names if names.count(name) > 1]
@@ -344,7 +348,8 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
         _check_daemon(cluster_of(study))
         with study.lock():
             study.stop_request.touch()
-            _search(study, lambda _: None)
+            if status := _search(study, lambda _: None):
+                raise typer.Exit(status)
     wait_until(
         lambda: not study.is_running,
         f"the jobs of study {name} write a last checkpoint; see: hvd-elastic queue",
@@ -365,7 +370,8 @@ def best(
         ),
     ] = None,
     to: Annotated[
-        str | None, option("where to: file or folder; '-' = stdout", "--to", metavar="DEST")
+        str | None,
+        option("where to: file or folder; '-' = stdout, not for weights", "--to", metavar="DEST"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -379,13 +385,13 @@ def best(
       hvd-elastic search best digits --get weights.safetensors
     """
     study = Study.open(name)
-    trials = [trial for trial in Search(study).ranked(time.time()) if trial.points]
-    if not trials:
+    ranked = Search(study).ranked(time.time())
+    found = _row(study.definition.rules, ranked[0]) if ranked else {"value": None}
+    if found["value"] is None:
         raise RunError(
-            f"no trial of study {name} has reported {study.definition.metric} yet; see: "
-            f"hvd-elastic search show {name}"
+            f"no trial of study {name} has reported a number for {study.definition.metric} yet; "
+            f"see: hvd-elastic search show {name}"
         )
-    found = _row(study.definition.rules, trials[0])
     if get is not None:
         _get(found["run_id"], get, to, as_json)
         return
@@ -412,7 +418,7 @@ def _get(run_id: str, name: str, to: str | None, as_json: bool) -> None:
     from hvd_elastic.records.run_folder import RunFolder
 
     form = {".safetensors": "safetensors", ".pt": "torch"}.get(Path(name).suffix)
-    if form is None or (RunFolder.open(run_id).saved / name).is_file():
+    if form is None or to == "-" or (RunFolder.open(run_id).saved / name).is_file():
         get_file(run_id, name, to, as_json)
         return
     target = Path(name if to is None else to)

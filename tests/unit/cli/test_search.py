@@ -69,3 +69,17 @@ def test_a_mistake_is_named(
     assert said in printed
     assert "Traceback" not in printed
     assert not searches_folder().exists()
+
+
+def test_a_parameter_that_only_some_trials_have_is_told_before_any(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("space.py").write_text(
+        "def suggest(trial):\n"
+        "    if trial.suggest_categorical('opt', ['sgd', 'adam']) == 'sgd':\n"
+        "        trial.suggest_float('lr', 0.1, 1)\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "space.py", *GOOD[2:], *TRAIN, "{opt}"])
+    assert ended.value.code == 2
+    assert "a placeholder {lr}, and no parameter is named so" in capsys.readouterr().err

@@ -156,7 +156,8 @@ def test_a_space_may_differ_from_trial_to_trial(
         "    widths = [trial.suggest_int(f'w{n}', 1, 9) for n in range(layers)]\n"
         "    return {'widths': ','.join(map(str, widths)), 'number': trial.number}\n"
     )
-    study = Study.create(defined(params=(), space=str(path)))
+    spec = {**REQUEST.spec, "command": ["train.py", "{widths}", "{number}"]}
+    study = Study.create(defined(params=(), space=str(path), request=replace(REQUEST, spec=spec)))
     with study.lock():
         for number in range(15):
             trial = study.add_trial(study.trials())
@@ -164,6 +165,18 @@ def test_a_space_may_differ_from_trial_to_trial(
             study.end_trial(ended(trial, len(str(trial.params["widths"]))))
     assert len({str(trial.params["widths"]).count(",") for trial in study.trials()}) > 1
     assert capfd.readouterr().err == ""
+
+
+def test_a_trial_without_a_value_for_a_placeholder_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "space.py"
+    path.write_text("def suggest(trial):\n    trial.suggest_int('layers', 1, 3)\n")
+    study = Study.create(defined(params=(), space=str(path)))
+    with study.lock():
+        with pytest.raises(
+            UsageError, match=r"no value for the placeholder \{lr\}; it has: layers"
+        ):
+            study.add_trial([])
+        assert study.trials() == []
 
 
 def test_tpe_learns_from_trials_that_are_held() -> None:
