@@ -81,6 +81,11 @@ class Param:
         return [int(value) for value in values] if self.whole else values
 
 
+def grid_size(params: Sequence[Param]) -> int:
+    """Return how many points a grid has; see :meth:`Param.grid` for errors."""
+    return math.prod(len(param.grid()) for param in params)
+
+
 def parse_param(text: str) -> Param:
     """Return the parameter that a value of ``--param`` describes.
 

@@ -34,7 +34,7 @@ from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
 from hvd_elastic.search.rungs import judged_value, rungs_reached
 from hvd_elastic.search.searching import Search, cluster_of
-from hvd_elastic.search.space import check_space, of_file, parse_param
+from hvd_elastic.search.space import Param, check_space, grid_size, of_file, parse_param
 from hvd_elastic.search.study import SAMPLERS, Definition, Study, list_studies, require_optuna
 from hvd_elastic.search.trials import Rules, Trial
 
@@ -113,11 +113,7 @@ class SearchOptions(SubmitOptions):
     def definition(self, place: ClusterFolder) -> Definition:
         """Return what the study searches, and how."""
         params = tuple(parse_param(text) for text in self.param or ())
-        trials = self.trials
-        if trials is None:  # of a grid
-            trials = 1
-            for param in params:
-                trials *= len(param.grid())
+        trials = self.trials or grid_size(params)
         request = self.request(place)
         deadline = self.deadline and time.time() + parse_duration("--deadline", self.deadline)
         return Definition(
@@ -184,10 +180,7 @@ class SearchOptions(SubmitOptions):
         if self.sampler == "grid" and self.space is not None:
             raise UsageError("--sampler grid needs all values in advance: give --param, not a file")
         if self.sampler == "grid":
-            sizes = [len(parse_param(text).grid()) for text in self.param or ()]
-            size = functools.reduce(lambda one, other: one * other, sizes, 1)
-            if self.trials is not None and self.trials > size:
-                raise UsageError(f"--trials {self.trials}: the grid has {count(size, 'point')}")
+            _check_grid(tuple(map(parse_param, self.param or ())), self.trials)
         elif self.trials is None:
             raise UsageError("give --trials N: how many trials the study has at most")
         if self.sampler == "gp":
@@ -268,6 +261,8 @@ def resume(
     """
     study = Study.open(name)
     rules = study.definition.rules
+    if study.definition.sampler == "grid":
+        _check_grid(study.definition.params, trials)
     if deadline is not None:
         until = time.time() + parse_duration("--deadline", deadline)
         rules = replace(rules, deadline=until)
@@ -434,6 +429,12 @@ def _check_daemon(place: ClusterFolder) -> None:
     from hvd_elastic.jobs.server import ask_daemon
 
     ask_daemon(place, Hosts())
+
+
+def _check_grid(params: Sequence[Param], trials: int | None) -> None:
+    size = grid_size(params)
+    if trials is not None and trials > size:
+        raise UsageError(f"--trials {trials}: the grid has {count(size, 'point')}")
 
 
 def _run(study: Study, detach: bool, rules: Rules) -> None:

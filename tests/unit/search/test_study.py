@@ -11,7 +11,7 @@ import pytest
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.job import JobRequest
-from hvd_elastic.search.space import parse_param
+from hvd_elastic.search.space import grid_size, parse_param
 from hvd_elastic.search.study import Definition, Study, list_studies
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 
@@ -78,6 +78,8 @@ def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
     assert again.definition.token == study.definition.token
     with pytest.raises(UsageError, match="the parameters and the metric differ"):
         Study.create(defined("lr=1e-3..1", metric="loss"))
+    with pytest.raises(UsageError, match="the options of its jobs differ"):
+        Study.create(defined(request=replace(REQUEST, max_np=1)))
     with pytest.raises(RunError, match=r"there is no study 'other' in .*; there is: digits"):
         Study.open("other")
 
@@ -112,7 +114,7 @@ def test_a_writer_that_was_killed_leaves_nothing_to_wait_for() -> None:
 def test_a_grid_is_tried_whole_and_once() -> None:
     study = Study.create(defined("lr=0.1,0.2,0.4", "width=1..3", sampler="grid"))
     with study.lock():
-        for number in range(9):
+        for number in range(grid_size(study.definition.params)):
             trial = study.add_trial(study.trials())
             if number % 2:
                 study.end_trial(ended(trial, 0.5))
