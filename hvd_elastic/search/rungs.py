@@ -126,11 +126,15 @@ def judged_value(rules: Rules, trial: Trial) -> float:
 
 
 def rank_trials(rules: Rules, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials, the best first: by rungs reached, then by the metric there."""
+    """Return the trials, the best first: by rungs reached, then by the metric there.
 
-    def key(trial: Trial) -> tuple[int, float, int]:
+    Those without a number are behind all others, and before them those that have failed.
+    """
+
+    def key(trial: Trial) -> tuple[bool, bool, int, float, int]:
         score = rules.score(judged_value(rules, trial))
-        return -rungs_reached(rules, trial), -score, trial.number
+        is_last, has_failed = score == -math.inf, trial.status is TrialStatus.FAILED
+        return is_last, has_failed, -rungs_reached(rules, trial), -score, trial.number
 
     return sorted(trials, key=key)
 

@@ -81,6 +81,11 @@ class Param:
         return [int(value) for value in values] if self.whole else values
 
 
+def grid_size(params: Sequence[Param]) -> int:
+    """Return how many points a grid has; see :meth:`Param.grid` for errors."""
+    return math.prod(len(param.grid()) for param in params)
+
+
 def parse_param(text: str) -> Param:
     """Return the parameter that a value of ``--param`` describes.
 
@@ -124,6 +129,8 @@ def parse_param(text: str) -> Param:
 def _range(text: str, name: str, low: str, high: str, how: str | None) -> Param:
     least, most = float(low), float(high)
     step = None
+    if not math.isfinite(most - least):
+        raise UsageError(f"--param {text}: a bound is too large for a number")
     if not least < most:
         what = "both bounds are equal" if least == most else "the bounds are reversed"
         raise UsageError(f"--param {text}: {what}; give NAME=LOW..HIGH, such as {name}=1e-4..1")
@@ -194,12 +201,21 @@ def check_space(names: Collection[str], command: Sequence[str], *, source: str =
 def fill(command: Sequence[str], values: Values, number: int) -> list[str]:
     """Return a command with the parameters of a trial.
 
+    Raises:
+        UsageError: there is a placeholder without a value.
+
     >>> fill(["train.py", "--lr={lr}", "--out", "t{trial}", "{{x}}"], {"lr": 0.1}, 3)
     ['train.py', '--lr=0.1', '--out', 't3', '{x}']
     """
     known = {**values, TRIAL: number}
 
     def value(found: re.Match[str]) -> str:
+        if found[2] and found[2] not in known:
+            raise UsageError(
+                f"trial {number} has no value for the placeholder {{{found[2]}}}; it has: "
+                f"{', '.join(values) or 'none'}. Let suggest() return a value for each placeholder "
+                "in every case, such as 0 where it is not used"
+            )
         return found[1] or str(known[found[2]])
 
     return [_PLACEHOLDER.sub(value, word) for word in command]

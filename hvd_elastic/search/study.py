@@ -33,7 +33,7 @@ from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import is_locked, take_lock
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.search.rungs import judged_value
-from hvd_elastic.search.space import Param, Suggest, of_file, of_params
+from hvd_elastic.search.space import Param, Suggest, fill, of_file, of_params
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 
 if TYPE_CHECKING:
@@ -92,6 +92,12 @@ class Definition:
         """Chooses the parameters of a trial; see :func:`of_file` for errors."""
         return of_params(self.params) if self.space is None else of_file(Path(self.space))
 
+    @property
+    def _options(self) -> bytes:
+        """What is asked for the jobs beside their command, as it is written."""
+        spec = {**self.request.spec, "command": None, "cwd": None}
+        return msgspec.json.encode(replace(self.request, spec=spec))
+
     def differences(self, other: Definition) -> list[str]:
         """Return what differs between two definitions of a study of one name, in words."""
         pairs = {
@@ -104,6 +110,7 @@ class Definition:
             "the command": (self.request.words, other.request.words),
             "the folder": (self.request.spec.get("cwd"), other.request.spec.get("cwd")),
             "the cluster": (self.cluster, other.cluster),
+            "the options of its jobs": (self._options, other._options),
         }
         return [what for what, (one, two) in pairs.items() if one != two]
 
@@ -158,9 +165,10 @@ class Study:
             if not differing and (is_used or not trials):
                 return found
             if is_used:
+                are_many = len(differing) > 1 or differing[0].endswith("s")
                 raise UsageError(
                     f"there is a study {definition.name} already, and {_listed(differing)} "
-                    f"{'differs' if len(differing) == 1 else 'differ'}. Give this one another "
+                    f"{'differ' if are_many else 'differs'}. Give this one another "
                     f"--name; the other one goes on with: hvd-elastic search resume {found.name}"
                 )
             shutil.rmtree(folder)
@@ -245,7 +253,7 @@ class Study:
             trials: all trials as they are now.
 
         Raises:
-            UsageError: ``suggest`` of the user's file fails.
+            UsageError: ``suggest`` of the user's file fails, or leaves out a placeholder.
         """
         kept = self._study.get_trials(deepcopy=False)
         import optuna
@@ -260,6 +268,7 @@ class Study:
             )
             asked = view.ask()
             values = dict(definition.suggest(asked))
+            fill(definition.request.words, values, number)  # or else none could be submitted
             made = optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING,
                 params=asked.params,

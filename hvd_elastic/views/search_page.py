@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_elastic.formatting import count, duration_words, number_words
 from hvd_elastic.records.cluster import ClusterSummary, Hold
-from hvd_elastic.search.rungs import rank_trials, reached_at, rungs_reached
+from hvd_elastic.search.rungs import judged_value, rank_trials, reached_at, rungs_reached
 from hvd_elastic.search.trials import Rules, Trial, TrialStatus
 from hvd_elastic.views.cluster_page import Piece, slots_picture
 from hvd_elastic.views.page import (
@@ -82,14 +82,12 @@ def _numbers(rules: Rules, ranked: Sequence[Trial], metric: str) -> str:
     states = Counter(trial.status.value for trial in ranked)
     told = ", ".join(f"{number} {state}" for state, number in states.items())
     words = f"{count(len(ranked), 'trial')} of {rules.trials}: {told or 'none yet'}"
-    if ranked and ranked[0].points:
+    if ranked and math.isfinite(judged_value(rules, ranked[0])):
         best = ranked[0]
-        words += f". The best is trial {best.number}, {metric} {number_words(_last(best))}"
+        words += (
+            f". The best is trial {best.number}, {metric} {number_words(judged_value(rules, best))}"
+        )
     return words
-
-
-def _last(trial: Trial) -> float:
-    return trial.points[-1].value if trial.points else math.nan
 
 
 def _color(reached: int) -> str:
@@ -118,7 +116,7 @@ def _chart(rules: Rules, ranked: Sequence[Trial], metric: str) -> dict[str, Any]
         x,
         best,
         300,
-        f"trial {ranked[0].number}: {number_words(_last(ranked[0]))}",
+        f"trial {ranked[0].number}: {number_words(judged_value(rules, ranked[0]))}",
         more=[{"color": shade, "y": y, "solid": True} for shade, y in others],
         log=all(value > 0 for _, y in lines for value in y if value is not None),
     )
@@ -144,13 +142,13 @@ def _sampled(trial: Trial, x: Sequence[int]) -> list[float | None]:
 
 def _coordinates(rules: Rules, ranked: Sequence[Trial], metric: str) -> str:
     """Return a line for each trial across an axis for each parameter and for the metric."""
-    reported = [trial for trial in ranked if math.isfinite(_last(trial))]
+    reported = [trial for trial in ranked if math.isfinite(judged_value(rules, trial))]
     if not reported:
         return ""
     columns: dict[str, Sequence[Any]] = {
         name: [trial.params.get(name) for trial in reported] for name in reported[0].params
     }
-    columns[metric] = [_last(trial) for trial in reported]
+    columns[metric] = [judged_value(rules, trial) for trial in reported]
     heights, labels = [], []
     for place, (name, values) in enumerate(columns.items()):
         x = _MARGIN + (_WIDTH - 2 * _MARGIN) * place / max(len(columns) - 1, 1)
@@ -163,7 +161,7 @@ def _coordinates(rules: Rules, ranked: Sequence[Trial], metric: str) -> str:
     for number, trial in reversed(list(enumerate(reported))):
         points = "L".join(f"{x:.0f} {ys[number]:.1f}" for x, ys in heights)
         told = ", ".join(f"{key} {number_words(value)}" for key, value in trial.params.items())
-        told = f"trial {trial.number}: {told}, {metric} {number_words(_last(trial))}"
+        told = f"trial {trial.number}: {told}, {metric} {number_words(judged_value(rules, trial))}"
         color = _color(rungs_reached(rules, trial))
         paths.append(
             f'<path class="key-{color}" d="M{points}"><title>{escape(told)}</title></path>'
@@ -238,7 +236,7 @@ def _trial_table(rules: Rules, ranked: Sequence[Trial], metric: str) -> str:
                 f"<td>{pill}</td>",
                 *(cell(number_words(trial.params.get(name, "")), "n") for name in params),
                 cell(str(reached), f"n key-{_color(reached)}"),
-                cell(number_words(_last(trial)) if trial.points else "–", "n"),
+                cell(number_words(judged_value(rules, trial)) if trial.points else "–", "n"),
                 f"<td>{_curve(trial, reached, bounds)}</td>",
                 cell(number_words(round(trial.examples)), "n"),
                 cell(str(trial.slots or ""), "n"),

@@ -34,7 +34,7 @@ from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
 from hvd_elastic.search.rungs import judged_value, rungs_reached
 from hvd_elastic.search.searching import Search, cluster_of
-from hvd_elastic.search.space import check_space, of_file, parse_param
+from hvd_elastic.search.space import Param, check_space, grid_size, of_file, parse_param
 from hvd_elastic.search.study import SAMPLERS, Definition, Study, list_studies, require_optuna
 from hvd_elastic.search.trials import Rules, Trial
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _STEP_S = 1.0
 """Time between two looks at the trials [s]."""
 _LONGEST_NAME = 40
+_TRIED = 20
+"""Calls of a user's ``suggest`` before the study: what it returns may depend on the values."""
 _INTERRUPTED = 130
 StudyArgument = Annotated[str, argument("name of the study; see: hvd-elastic search list", "NAME")]
 Detach = Annotated[bool, option("search in the background; see show and stop", "--detach", "-d")]
@@ -111,11 +113,7 @@ class SearchOptions(SubmitOptions):
     def definition(self, place: ClusterFolder) -> Definition:
         """Return what the study searches, and how."""
         params = tuple(parse_param(text) for text in self.param or ())
-        trials = self.trials
-        if trials is None:  # of a grid
-            trials = 1
-            for param in params:
-                trials *= len(param.grid())
+        trials = self.trials or grid_size(params)
         request = self.request(place)
         deadline = self.deadline and time.time() + parse_duration("--deadline", self.deadline)
         return Definition(
@@ -182,10 +180,7 @@ class SearchOptions(SubmitOptions):
         if self.sampler == "grid" and self.space is not None:
             raise UsageError("--sampler grid needs all values in advance: give --param, not a file")
         if self.sampler == "grid":
-            sizes = [len(parse_param(text).grid()) for text in self.param or ()]
-            size = functools.reduce(lambda one, other: one * other, sizes, 1)
-            if self.trials is not None and self.trials > size:
-                raise UsageError(f"--trials {self.trials}: the grid has {count(size, 'point')}")
+            _check_grid(tuple(map(parse_param, self.param or ())), self.trials)
         elif self.trials is None:
             raise UsageError("give --trials N: how many trials the study has at most")
         if self.sampler == "gp":
@@ -207,9 +202,11 @@ class SearchOptions(SubmitOptions):
         if self.space is not None:
             import optuna
 
-            tried = optuna.create_study(sampler=optuna.samplers.RandomSampler()).ask()
-            values = of_file(self.space)(tried)
-            check_space([*values], self.command or (), source=str(self.space))
+            tried = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+            suggest = of_file(self.space)
+            for _ in range(_TRIED):
+                values = suggest(tried.ask())
+                check_space([*values], self.command or (), source=str(self.space))
             return
         names = [parse_param(text).name for text in self.param or ()]
         twice = [name for name in names if names.count(name) > 1]
@@ -264,6 +261,8 @@ def resume(
     """
     study = Study.open(name)
     rules = study.definition.rules
+    if study.definition.sampler == "grid":
+        _check_grid(study.definition.params, trials)
     if deadline is not None:
         until = time.time() + parse_duration("--deadline", deadline)
         rules = replace(rules, deadline=until)
@@ -344,7 +343,8 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
         _check_daemon(cluster_of(study))
         with study.lock():
             study.stop_request.touch()
-            _search(study, lambda _: None)
+            if status := _search(study, lambda _: None):
+                raise typer.Exit(status)
     wait_until(
         lambda: not study.is_running,
         f"the jobs of study {name} write a last checkpoint; see: hvd-elastic queue",
@@ -365,7 +365,8 @@ def best(
         ),
     ] = None,
     to: Annotated[
-        str | None, option("where to: file or folder; '-' = stdout", "--to", metavar="DEST")
+        str | None,
+        option("where to: file or folder; '-' = stdout, not for weights", "--to", metavar="DEST"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -379,13 +380,13 @@ def best(
       hvd-elastic search best digits --get weights.safetensors
     """
     study = Study.open(name)
-    trials = [trial for trial in Search(study).ranked(time.time()) if trial.points]
-    if not trials:
+    ranked = Search(study).ranked(time.time())
+    found = _row(study.definition.rules, ranked[0]) if ranked else {"value": None}
+    if found["value"] is None:
         raise RunError(
-            f"no trial of study {name} has reported {study.definition.metric} yet; see: "
-            f"hvd-elastic search show {name}"
+            f"no trial of study {name} has reported a number for {study.definition.metric} yet; "
+            f"see: hvd-elastic search show {name}"
         )
-    found = _row(study.definition.rules, trials[0])
     if get is not None:
         _get(found["run_id"], get, to, as_json)
         return
@@ -412,7 +413,7 @@ def _get(run_id: str, name: str, to: str | None, as_json: bool) -> None:
     from hvd_elastic.records.run_folder import RunFolder
 
     form = {".safetensors": "safetensors", ".pt": "torch"}.get(Path(name).suffix)
-    if form is None or (RunFolder.open(run_id).saved / name).is_file():
+    if form is None or to == "-" or (RunFolder.open(run_id).saved / name).is_file():
         get_file(run_id, name, to, as_json)
         return
     target = Path(name if to is None else to)
@@ -428,6 +429,12 @@ def _check_daemon(place: ClusterFolder) -> None:
     from hvd_elastic.jobs.server import ask_daemon
 
     ask_daemon(place, Hosts())
+
+
+def _check_grid(params: Sequence[Param], trials: int | None) -> None:
+    size = grid_size(params)
+    if trials is not None and trials > size:
+        raise UsageError(f"--trials {trials}: the grid has {count(size, 'point')}")
 
 
 def _run(study: Study, detach: bool, rules: Rules) -> None:

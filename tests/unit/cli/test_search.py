@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.search.study import searches_folder
+from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.search.space import parse_param
+from hvd_elastic.search.study import Definition, Study, searches_folder
+from hvd_elastic.search.trials import Point, Rules, TrialStatus
 
 pytest.importorskip("optuna")
 
@@ -69,3 +74,42 @@ def test_a_mistake_is_named(
     assert said in printed
     assert "Traceback" not in printed
     assert not searches_folder().exists()
+
+
+def test_a_parameter_that_only_some_trials_have_is_told_before_any(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("space.py").write_text(
+        "def suggest(trial):\n"
+        "    if trial.suggest_categorical('opt', ['sgd', 'adam']) == 'sgd':\n"
+        "        trial.suggest_float('lr', 0.1, 1)\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "space.py", *GOOD[2:], *TRAIN, "{opt}"])
+    assert ended.value.code == 2
+    assert "a placeholder {lr}, and no parameter is named so" in capsys.readouterr().err
+
+
+def test_a_grid_is_not_continued_beyond_its_points(capsys: pytest.CaptureFixture[str]) -> None:
+    request = JobRequest("digits", {"command": ["train.py", "{lr}"], "cwd": "/"})
+    grid = (parse_param("lr=1,2"),)
+    Study.create(Definition("acc", Rules("max", 2), request, "/c", grid, sampler="grid"))
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "resume", "digits", "--trials", "3"])
+    assert ended.value.code == 2
+    assert "--trials 3: the grid has 2 points" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("points", [(), (Point(100, math.nan),)])
+def test_a_trial_without_a_number_is_not_the_best(
+    points: tuple[Point, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = JobRequest("digits", {"command": ["train.py", "{lr}"], "cwd": "/"})
+    grid = (parse_param("lr=1,2"),)
+    study = Study.create(Definition("acc", Rules("max", 2), request, "/c", grid))
+    with study.lock():
+        study.end_trial(replace(study.add_trial([]), status=TrialStatus.DONE, points=points))
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "best", "digits"])
+    assert ended.value.code == 1
+    assert "no trial of study digits has reported a number for acc" in capsys.readouterr().err

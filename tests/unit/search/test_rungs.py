@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_elastic.search.rungs import decide, rungs_reached, value_at
+from hvd_elastic.search.rungs import decide, rank_trials, rungs_reached, value_at
 from hvd_elastic.search.trials import Decision, Point, Rules, Trial, TrialStatus
 
 NO_NUMBERS = (math.nan, math.inf, -math.inf)
@@ -177,6 +177,13 @@ def test_what_is_no_number_is_the_worst_for_both_goals() -> None:
         rules = dataclasses.replace(FULL, goal=goal)
         found = decide([trial(0, math.nan), trial(1, worst), trial(2, math.nan)], rules, 3, 0.0)
         assert found.hold == (0, 2)
+
+
+def test_what_is_no_number_and_what_has_failed_is_never_the_best() -> None:
+    diverged, good = trial(0, 0.9, math.nan), trial(1, 0.5, status=TrialStatus.HELD)
+    failed = trial(2, 0.9, 0.9, status=TrialStatus.FAILED)
+    ranked = rank_trials(FULL, [diverged, failed, good, trial(3)])
+    assert [each.number for each in ranked] == [1, 2, 0, 3]
 
 
 def test_reports_at_other_numbers_of_examples_are_compared_at_the_rung() -> None:

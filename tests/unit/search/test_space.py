@@ -45,6 +45,7 @@ def test_choices_are_passed_on_as_they_are_written() -> None:
         ("lr=", "is not valid"),
         ("1lr=1,2", "is not valid"),
         ("lr=1..1e-4", "the bounds are reversed"),
+        ("lr=0..1e999", "a bound is too large"),
         ("lr=1..1", "both bounds are equal"),
         ("lr=0..1:log", "begins above 0, and this one begins at 0"),
         ("lr=-1..1:log", "begins above 0"),

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.job import JobRequest
-from hvd_elastic.search.space import parse_param
+from hvd_elastic.search.space import grid_size, parse_param
 from hvd_elastic.search.study import Definition, Study, list_studies
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 
@@ -78,6 +78,8 @@ def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
     assert again.definition.token == study.definition.token
     with pytest.raises(UsageError, match="the parameters and the metric differ"):
         Study.create(defined("lr=1e-3..1", metric="loss"))
+    with pytest.raises(UsageError, match="the options of its jobs differ"):
+        Study.create(defined(request=replace(REQUEST, max_np=1)))
     with pytest.raises(RunError, match=r"there is no study 'other' in .*; there is: digits"):
         Study.open("other")
 
@@ -112,7 +114,7 @@ def test_a_writer_that_was_killed_leaves_nothing_to_wait_for() -> None:
 def test_a_grid_is_tried_whole_and_once() -> None:
     study = Study.create(defined("lr=0.1,0.2,0.4", "width=1..3", sampler="grid"))
     with study.lock():
-        for number in range(9):
+        for number in range(grid_size(study.definition.params)):
             trial = study.add_trial(study.trials())
             if number % 2:
                 study.end_trial(ended(trial, 0.5))
@@ -156,7 +158,8 @@ def test_a_space_may_differ_from_trial_to_trial(
         "    widths = [trial.suggest_int(f'w{n}', 1, 9) for n in range(layers)]\n"
         "    return {'widths': ','.join(map(str, widths)), 'number': trial.number}\n"
     )
-    study = Study.create(defined(params=(), space=str(path)))
+    spec = {**REQUEST.spec, "command": ["train.py", "{widths}", "{number}"]}
+    study = Study.create(defined(params=(), space=str(path), request=replace(REQUEST, spec=spec)))
     with study.lock():
         for number in range(15):
             trial = study.add_trial(study.trials())
@@ -164,6 +167,18 @@ def test_a_space_may_differ_from_trial_to_trial(
             study.end_trial(ended(trial, len(str(trial.params["widths"]))))
     assert len({str(trial.params["widths"]).count(",") for trial in study.trials()}) > 1
     assert capfd.readouterr().err == ""
+
+
+def test_a_trial_without_a_value_for_a_placeholder_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "space.py"
+    path.write_text("def suggest(trial):\n    trial.suggest_int('layers', 1, 3)\n")
+    study = Study.create(defined(params=(), space=str(path)))
+    with study.lock():
+        with pytest.raises(
+            UsageError, match=r"no value for the placeholder \{lr\}; it has: layers"
+        ):
+            study.add_trial([])
+        assert study.trials() == []
 
 
 def test_tpe_learns_from_trials_that_are_held() -> None:

@@ -56,6 +56,13 @@ def test_the_chart_has_a_line_for_each_trial_in_the_colour_of_its_rung() -> None
     assert lines == [("note", "0"), ("loss", "1"), ("size", "2")]
 
 
+def test_the_value_of_a_trial_is_that_at_its_last_rung() -> None:
+    late = Trial(0, {}, TrialStatus.DONE, (Point(900, 0.9), Point(1200, 0.1)))
+    page = render_search("mnist", RULES, [late], "acc")
+    assert "The best is trial 0, acc 0.9" in page
+    assert page.count("acc 0.1") == 0
+
+
 def test_slots_change_their_colour_where_their_trial_reaches_a_rung() -> None:
     cluster = summarize_cluster(events(), "gpus")
     first = next(iter(cluster.jobs.values()))
