@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class AskedHosts:
         self, hostfile: Path, ssh_config: str | None, hosts: Collection[str], command: str
     ) -> None:
         self.hosts = [*hosts]
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the answers)
+        self._output = os.fdopen(os.memfd_create("answers"), "w+b")  # needs no disk
         limit = f"{_LIMIT_S:g}"
         options = [] if ssh_config is None else ["--ssh-config", ssh_config]
         self._process = subprocess.Popen(

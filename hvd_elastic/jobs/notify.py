@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -114,7 +113,8 @@ class Notifier:
 
     @staticmethod
     def _start(command: NotifyCommand, event: bytes) -> subprocess.Popen[bytes]:
-        with tempfile.TemporaryFile() as told:  # unlike a pipe it holds all that nobody reads
+        # Unlike a pipe it holds all that nobody reads; unlike a file it needs no space of a disk.
+        with os.fdopen(os.memfd_create("event"), "w+b") as told:
             told.write(event)
             told.seek(0)
             return subprocess.Popen(

@@ -97,6 +97,14 @@ def test_host_that_answers_but_starts_no_job_is_tried_less_and_less_often(tried:
     tried.comes_back(42.0)
 
 
+def test_host_is_tried_while_no_disk_has_space(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no such folder")
+    tried.lose(0.0)
+    tried.comes_back(0.0)
+
+
 def test_host_on_which_a_job_has_trained_is_tried_at_once(tried: Tried) -> None:
     for now in (0.0, 100.0):
         tried.lose(now)

@@ -39,7 +39,9 @@ def work_until(notifier: Notifier, condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_events_come_in_their_order(tmp_path: Path) -> None:
+def test_events_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no space of a disk."""
+    monkeypatch.setattr("tempfile.tempdir", "/no such folder")
     told = tmp_path / "it's told"
     warnings: list[str] = []
     notifier = Notifier(warnings.append)
