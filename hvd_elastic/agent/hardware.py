@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ _FIRST_S = 10.0
 """Time until the process is started, so that it takes nothing from a start [s]."""
 _NEW_S = 3600.0
 """How long what has come counts as new [s]."""
+_KEPT_EVERY_S = 300.0
+"""Least time between answers that are kept to compare with [s]."""
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "from hvd_elastic.programs.watch_hardware import main; main()"
@@ -36,7 +39,7 @@ class HardwareWatch:
     def __init__(self, tell: Callable[[list[Fault]], None], warn: Callable[[str], None]) -> None:
         self._tell, self._warn = tell, warn
         self._told: list[tuple[str, bool, int]] | None = None
-        self._before: tuple[dict[str, Any], float] | None = None
+        self._before: deque[tuple[dict[str, Any], float]] = deque()
         self._watches = True
         """Whether there is anything to watch."""
 
@@ -71,12 +74,11 @@ class HardwareWatch:
     def add(self, found: dict[str, Any], now: float) -> None:
         """Judge the next answer of the process, which came at a time [s]."""
         self._watches = any(each not in (None, []) for each in found.values())
-        if self._before is None:
-            self._before = found, now
-        before, since = self._before
-        faults = judge_hardware(found, before)
-        if now - since >= _NEW_S:
-            self._before = found, now
+        if not self._before or now - self._before[-1][1] >= _KEPT_EVERY_S:
+            self._before.append((found, now))
+        while len(self._before) > 1 and now - self._before[1][1] >= _NEW_S:
+            self._before.popleft()
+        faults = judge_hardware(found, self._before[0][0])
         told = [(each.what, each.is_broken, each.number.bit_length()) for each in faults]
         if told != self._told:
             self._told = told

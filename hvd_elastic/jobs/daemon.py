@@ -517,7 +517,7 @@ class Daemon:
         if not job.attempts:
             return Candidate(job, hosts=allowed)
         if allowed is not None and job.request.kind is JobKind.PLAIN:
-            allowed |= job.held.keys()  # where it cannot leave
+            allowed = allowed.union(job.held)  # where it cannot leave
         progress = self._runs.progress(job)
         occupied = self._runs.occupied(job)
         return Candidate(job, progress.measured, occupied, progress.hosts.unheard, allowed)

@@ -24,6 +24,11 @@ _ETA_MOVED_S = 5.0
 """Change of an expected time that is stored [s]."""
 _LAST_PART = 0.1
 """Part of a job's time limit before whose end it is told that it is near."""
+_BEING_ENDED: Mapping[StopReason | None, str] = {
+    StopReason.CANCEL: "cancelled",
+    StopReason.TIME_LIMIT: "ended at its time limit",
+}
+"""How a job is being ended for good."""
 OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
 
 
@@ -169,8 +174,7 @@ class JobQueue:
             job = found.get(number)
             if job is None:
                 raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
-            if job.stop in (StopReason.CANCEL, StopReason.TIME_LIMIT):
-                how = "cancelled" if job.stop is StopReason.CANCEL else "ended at its time limit"
+            if (how := _BEING_ENDED.get(job.stop)) is not None:
                 raise RunError(
                     f"job {number} ({job.run_id}) is being {how}. Queue it again when it has "
                     f"ended: hvd-elastic wait {number}"
@@ -211,7 +215,8 @@ class JobQueue:
             )
         self._save(changed)
         for job in changed:
-            self._tell(job, "job_requeued", {"reason": "asked to by requeue"})
+            if job.status is JobStatus.QUEUED:  # of one that runs it is told when its run has ended
+                self._tell(job, "job_requeued", {"reason": "asked to by requeue"})
         return changed
 
     def hold(
@@ -227,8 +232,9 @@ class JobQueue:
             RunError: a job does not exist, or none can be held; nothing is changed.
         """
         jobs, over = self._active_of(numbers)
-        if stopping := [job for job in jobs if job.stop is StopReason.CANCEL]:
-            raise RunError(f"{jobs_words(stopping)}: is being cancelled, so nothing is held")
+        for job in jobs:
+            if (how := _BEING_ENDED.get(job.stop)) is not None:
+                raise RunError(f"job {job.number}: is being {how}, so nothing is held")
         plain = [
             job
             for job in jobs

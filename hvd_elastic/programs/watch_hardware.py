@@ -12,6 +12,7 @@ import os
 import select
 import struct
 import sys
+from collections import Counter
 from typing import Any
 
 from hvd_elastic.programs.hardware import read_log_and_memory
@@ -24,6 +25,8 @@ _HEAT, _POWER = 0x20 | 0x40, 0x80
 _XID_EVENTS = 0x8
 _MOST_EVENTS = 1000
 """Xid events that are read at a look: some faults give them without end."""
+_MOST_ALIKE = 10_000
+"""Xid events of one kind of a GPU that are told: each answer has all of them."""
 _RECOVERY_ACTION = 230
 _ACTIONS = ("", "Reset", "Reboot", "Drain P2P", "Drain and Reset")
 
@@ -34,7 +37,7 @@ class NvmlFaults:
     def __init__(self, library: str = LIBRARY) -> None:
         self._nvml = nvml = Nvml(library)
         self._held_down: dict[int, set[str]] = {}
-        self._xids: list[tuple[str, int, str]] = []
+        self._xids = Counter[tuple[str, int, str]]()
         self._events = ctypes.c_void_p()
         if nvml.handles and not nvml.ask("nvmlEventSetCreate", ctypes.byref(self._events)):
             for handle in nvml.handles:
@@ -55,8 +58,9 @@ class NvmlFaults:
             if self._nvml.ask("nvmlEventSetWait_v2", self._events, data, 0):
                 break
             device, _, number, _, _ = struct.unpack("PQQII", data.raw)
-            self._xids.append((self._bus(ctypes.c_void_p(device)), number, ""))
-        return self._xids
+            event = self._bus(ctypes.c_void_p(device)), number, ""
+            self._xids[event] = min(self._xids[event] + 1, _MOST_ALIKE)
+        return [*self._xids.elements()]
 
     def _read(self, index: int, handle: ctypes.c_void_p) -> dict[str, Any]:
         nvml = self._nvml

@@ -365,6 +365,10 @@ def test_a_terminal_is_for_one_host_and_a_plain_command(tools: Tools) -> None:
         (("--hosts", "node1", "--pty", "true"), "are no terminal here"),
         (("--pty", "true"), "--pty is for one host, not 8"),
         (("--hosts", "node1", "--pty", "--cwd", "/", "true"), "--pty does not go with --env"),
+        (
+            ("--hosts", "node1", "--pty", "-t", "3", "--json", "true"),
+            "with --timeout, --json: leave",
+        ),
     ]:
         result = tools("runclust", str(tools.hostfile), *arguments)
         assert result.returncode == 2

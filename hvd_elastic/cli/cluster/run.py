@@ -99,7 +99,18 @@ def run(
         show_plan(chosen, text, how)
         return
     if pty:
-        _run_with_terminal(chosen, text, how)
+        given = {
+            "--gather": gather,
+            "--timeout": timeout is not None,
+            "--total-timeout": total_timeout is not None,
+            "--retries": retries > 0,
+            "--stdin-each": stdin_each is not None,
+            "--no-stdin": no_stdin,
+            "--json": chosen.as_json,
+        }
+        _run_with_terminal(
+            chosen, text, how, [flag for flag, is_given in given.items() if is_given]
+        )
         return
     settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
     printer = Printer(chosen.hosts)
@@ -138,13 +149,17 @@ def _inputs(pattern: str, hosts: Sequence[Host]) -> dict[str, Path]:
     return found
 
 
-def _run_with_terminal(chosen: HostOptions, text: str, how: HowToRun) -> None:
+def _run_with_terminal(
+    chosen: HostOptions, text: str, how: HowToRun, others: Sequence[str]
+) -> None:
     from hvd_elastic.hosts.terminal import run_in_terminal
 
     if len(chosen.hosts) != 1:
         raise UsageError(f"--pty is for one host, not {len(chosen.hosts)}: name it with --hosts")
     if not how.is_plain:
         raise UsageError("--pty does not go with --env, --cwd and --sudo: write them in COMMAND")
+    if others:
+        raise UsageError(f"--pty does not go with {', '.join(others)}: leave out one of them")
     status = run_in_terminal(chosen.hosts[0], text, chosen.ssh)
     if status:
         raise typer.Exit(status)

@@ -382,7 +382,8 @@ def best(
     """
     study = Study.open(name)
     ranked = Search(study).ranked(time.time())
-    found = _row(study.definition.rules, ranked[0]) if ranked else {"value": None}
+    rules = study.definition.rules
+    found: dict[str, Any] = _row(rules, ranked[0]) if ranked else {"value": None}
     if found["value"] is None:
         raise RunError(
             f"no trial of study {name} has reported a number for {study.definition.metric} yet; "

@@ -11,6 +11,7 @@ import typer
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.options import argument
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import RescaleStarted, RunStarted, TakenOver
 
@@ -103,5 +104,5 @@ def host_of_rank(folder: RunFolder, rank: int, hosts: list[str]) -> str:
                 slots = zip(event.hosts, event.slots, strict=True)
                 places = [host for host, number in slots for _ in range(number)]
     if rank >= len(places):
-        raise UsageError(f"run {folder.run_id} has {len(places)} ranks; the first is 0")
+        raise UsageError(f"run {folder.run_id} has {count(len(places), 'rank')}; the first is 0")
     return places[rank]

@@ -34,7 +34,11 @@ def test_faults_are_told_when_they_change_and_when_a_number_has_doubled() -> Non
     assert add(300, gpus=[{**GPU, "corrected": 1000}]) == ["GPU 0 corrected 1000 False"]
     assert add(360, gpus=[{**GPU, "corrected": 1020}]) == []
     assert add(420, gpus=[{**GPU, "corrected": 1030}]) == ["GPU 0 corrected 1030 False"]
-    assert add(4000) == []
+    assert add(3500, xids=[FELL]) == ["GPU 0 Xid 79 1 True"]
+    for now in (3610, 3670, 7000):
+        assert add(now, xids=[FELL]) == [], "it came within the last hour"
+    assert add(7300, xids=[FELL]) == ["GPU 0 Xid 79 1 False"]
+    assert add(7400) == []
     assert told == [[]], "they are gone"
 
 

@@ -23,6 +23,8 @@ def test_a_rank_is_on_the_host_of_the_present_leader(tmp_path: Path) -> None:
 
     happens("run_started", resumed=False)
     assert host_of_rank(folder, 0, ["a", "b"]) == "a"
+    with pytest.raises(UsageError, match="has 1 rank; the first is 0"):
+        host_of_rank(folder, 7, ["a"])
     happens("rescale_started", generation=1, from_size=0, to_size=3, hosts=["b", "c"], slots=[1, 2])
     assert [host_of_rank(folder, rank, ["a"]) for rank in range(3)] == ["b", "c", "c"]
     with pytest.raises(UsageError, match="has 3 ranks; the first is 0"):

@@ -28,6 +28,7 @@ from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs import daemon as daemon_module
 from hvd_elastic.jobs import keepers, requests
 from hvd_elastic.jobs.daemon import Daemon
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import (
     Cancel,
     Down,
@@ -556,7 +557,7 @@ def test_a_plain_command_keeps_a_host_that_was_taken_out_until_it_ends(
 ) -> None:
     hosts(place).write_text("a slots=1\nb slots=1\n")
     daemon = Running(place, hosts(place))
-    request = JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)
+    request = JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1, wish=HostWish("a,b"))
     (number,) = ask_daemon(place, Submit([request], {"TRAINS": "1"})).jobs
     daemon.until(lambda: leads(daemon, number))
     (host,) = daemon.job(number).held

@@ -155,6 +155,8 @@ def test_time_of_all_attempts_counts_until_the_limit(
     assert made.queue.store.jobs([job.number])[job.number].ran_s == 89.0
     with pytest.raises(RunError, match="is being ended at its time limit"):
         made.queue.requeue([job.number], {}, None)
+    with pytest.raises(RunError, match="job 1: is being ended at its time limit, so nothing"):
+        made.queue.hold([job.number], "ann")
     job = made.queue.ended(job, JobStatus.FAILED, job.reason)
     (job,) = made.queue.requeue([job.number], {}, None)
     assert job.ran_s == 0.0
@@ -249,6 +251,15 @@ def test_requeue_takes_no_cancel_back(made: Recorded) -> None:
     made.queue.ended(made.queue.active[number], JobStatus.CANCELLED, "cancelled by me")
     made.queue.requeue([number], {}, None)
     assert made.status(number) is JobStatus.QUEUED
+
+
+def test_requeue_of_a_job_that_runs_is_told_once_when_its_run_has_ended(made: Recorded) -> None:
+    number = made.add()
+    made.queue.started(made.queue.active[number], {"a": 1})
+    (job,) = made.queue.requeue([number], {}, None)
+    assert made.events[-1][0] == "job_started"
+    made.queue.put_back(job, job.reason)
+    assert [kind for kind, _ in made.events].count("job_requeued") == 1
 
 
 def test_job_that_has_ended_is_queued_again_with_the_environment_of_its_requeuer(

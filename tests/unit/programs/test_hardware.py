@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.agent.hardware import _PROGRAM
-from hvd_elastic.programs import hardware
+from hvd_elastic.programs import hardware, watch_hardware
 from hvd_elastic.programs.hardware import gpus_of, read_hardware
 from hvd_elastic.programs.watch_hardware import NvmlFaults
 
@@ -147,7 +148,7 @@ NVML = """
 #include <stdlib.h>
 typedef unsigned long long u64;
 static int faulty(void *gpu) { return gpu == (void *)0x7fff00000001; }
-static int events = 1;
+int events = 1;
 int nvmlInit_v2(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **gpu) {
@@ -212,7 +213,7 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def test_nvml_tells_the_same_as_nvidia_smi(nvml: Path) -> None:
+def test_nvml_tells_the_same_as_nvidia_smi(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = NvmlFaults(str(nvml))
     well, faulty, lost = gpus.read()
     assert well == {**WELL, "lost": False}
@@ -225,6 +226,9 @@ def test_nvml_tells_the_same_as_nvidia_smi(nvml: Path) -> None:
     assert lost["lost"]
     assert gpus.xids() == [("00000000:19:00.0", 79, "")]
     assert gpus.xids() == [("00000000:19:00.0", 79, "")], "those so far"
+    monkeypatch.setattr(watch_hardware, "_MOST_ALIKE", 3)
+    ctypes.c_int.in_dll(ctypes.CDLL(str(nvml)), "events").value = 100
+    assert gpus.xids() == [("00000000:19:00.0", 79, "")] * 3, "not all of a flood"
     assert NvmlFaults("libno-such-library.so.1").read() == []
 
 
