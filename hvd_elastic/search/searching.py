@@ -232,6 +232,8 @@ class Search:
         for trial in self.trials:
             if trial.status.active:  # it was never submitted
                 self.study.end_trial(replace(trial, status=TrialStatus.STOPPED, reason=why))
+        if self.study.stop_request.exists():
+            return why
         failed = [trial for trial in self.trials if trial.status is TrialStatus.FAILED]
         if failure := self._failure or self._common_failure(failed):
             raise RefusedError(failure)

@@ -206,7 +206,8 @@ class SearchOptions(SubmitOptions):
             suggest = of_file(self.space)
             for _ in range(_TRIED):
                 values = suggest(tried.ask())
-                check_space([*values], self.command or (), source=str(self.space))
+                where = f"{self.space}, for every trial"
+                check_space([*values], self.command or (), source=where)
             return
         names = [parse_param(text).name for text in self.param or ()]
         twice = [name for name in names if names.count(name) > 1]

@@ -87,7 +87,7 @@ def test_a_parameter_that_only_some_trials_have_is_told_before_any(
     with pytest.raises(SystemExit) as ended:
         main(["search", "space.py", *GOOD[2:], *TRAIN, "{opt}"])
     assert ended.value.code == 2
-    assert "a placeholder {lr}, and no parameter is named so" in capsys.readouterr().err
+    assert "Add it to space.py, for every trial, or write" in capsys.readouterr().err
 
 
 def test_a_grid_is_not_continued_beyond_its_points(capsys: pytest.CaptureFixture[str]) -> None:

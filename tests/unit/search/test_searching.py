@@ -221,6 +221,9 @@ def test_all_that_fail_end_the_study_with_their_cause(play: Callable[..., Played
     with pytest.raises(RunError, match=said):
         played.steps(4)
     assert not played.queue.active
+    played.study.stop_request.touch()
+    played.new_search()
+    assert played.step() == "stopped by its user"
 
 
 def test_a_metric_that_is_never_reported_is_told_after_the_first_trial(
