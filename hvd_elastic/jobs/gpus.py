@@ -79,7 +79,10 @@ def _gpus(text: str) -> Gpus:
 
     >>> _gpus("15360, Tesla T4")
     Gpus(memory_gb=(16.10612736,), names=('Tesla T4',))
+    >>> _gpus("No devices were found")
+    Gpus(memory_gb=(), names=())
     """
-    told = [line.partition(",") for line in text.splitlines() if line.strip()]
+    lines = text.replace("No devices were found", "").splitlines()
+    told = [line.partition(",") for line in lines if line.strip()]
     memory_gb = (float(mib) * 2**20 / 1e9 for mib, _, _ in told)
     return Gpus((*memory_gb,), (*(name.strip() for _, _, name in told),))
