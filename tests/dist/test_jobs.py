@@ -172,7 +172,7 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
 
 def test_nothing_is_lost_at_a_time_limit(local: Cluster, tmp_path: Path) -> None:
     script, go = write_script(tmp_path), tmp_path / "go"
-    train = ("--audit", "--", "python", script, "--step-time", "0.02", "--until", go)
+    train = ("--audit", "--", sys.executable, script, "--step-time", "0.02", "--until", go)
     tell = ("--notify", "cat >> told")
     number = local.submit("--time", "8s", "--retries", "3", *tell, *train)
     until(lambda: local.job(number)["status"] == "failed", "it is at its time limit")
