@@ -286,7 +286,6 @@ class Halving(Search):
                 self.jobs[number].change(status=TrialStatus.DONE)
                 self.jobs[number].finished_s = now
             for number, priority in found.priorities.items():
-                self.jobs[number].change(priority=priority)
                 self.jobs[number].priority = priority
             for number, words in found.reasons.items():
                 self.jobs[number].change(reason=words)

@@ -1,11 +1,11 @@
-"""Print the results of commands: JSON for machines, and rows of a label and a text."""
+"""Print the results of commands: JSON for machines, rows of a label and a text, and tables."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 _POLL_S, _TELL_S = 0.1, 60.0
@@ -15,6 +15,31 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     """Print a line for each label and text."""
     for name, value in rows:
         print(f"{name:<12} {value}")
+
+
+def table_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
+    """Return the lines of a table whose columns are as wide as their widest cell.
+
+    Args:
+        left: columns whose cells begin at the left; the others end at the right.
+
+    >>> table_lines([["JOB", "USER"], ["12", "ann"]], left={1})
+    ['JOB  USER', ' 12  ann']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if at in left else text.rjust(width)
+            for at, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print a table whose cells end at the right."""
+    for line in table_lines(rows):
+        print(line)
 
 
 def print_json(value: Any) -> None:

@@ -80,7 +80,6 @@ class TrialProgress:
             speed=self._speed,
             slots=job.slots,
             slot_s=self._measured.service(now),
-            priority=job.request.priority,
             job=job.number,
             run_id=job.run_id,
             reason=job.message or job.reason,

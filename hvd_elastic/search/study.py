@@ -305,9 +305,8 @@ class Study:
         state = optuna.trial.TrialState[_STATES[trial.status]]
         values = None
         if trial.status is TrialStatus.DONE:
-            worst = -math.inf if self.definition.rules.goal == "max" else math.inf
-            value = judged_value(self.definition.rules, trial)
-            values = [value if math.isfinite(value) else worst]
+            rules = self.definition.rules
+            values = [rules.number_of(judged_value(rules, trial))]
         storage.set_trial_state_values(frozen._trial_id, state, values)
 
     def _report(self, trial: Trial) -> None:
@@ -412,8 +411,7 @@ def _seen(frozen: FrozenTrial, trial: Trial, definition: Definition) -> FrozenTr
     import optuna
 
     rules, points = definition.rules, trial.points
-    worst = -math.inf if rules.goal == "max" else math.inf
-    values = [point.value if math.isfinite(point.value) else worst for point in points]
+    values = [rules.number_of(point.value) for point in points]
     value: float | None = None
     state = optuna.trial.TrialState.RUNNING
     if trial.status is TrialStatus.FAILED:

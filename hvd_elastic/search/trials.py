@@ -56,7 +56,6 @@ class Trial:
         speed: useful examples/s while it trained last; NaN: not known.
         slots: slots that it holds now.
         slot_s: slots times seconds that it has trained.
-        priority: priority of its job.
         job, run_id: its job and its run; 0 and empty: not submitted.
         reason: why it waits or is held, or how it ended, in words.
     """
@@ -69,7 +68,6 @@ class Trial:
     speed: float = math.nan
     slots: int = 0
     slot_s: float = 0.0
-    priority: float = 1.0
     job: int = 0
     run_id: str = ""
     reason: str = ""
@@ -115,9 +113,14 @@ class Rules:
         >>> Rules("min", 1).score(2.0), Rules("max", 1).score(math.nan)
         (-2.0, -inf)
         """
-        if not math.isfinite(value):
-            return -math.inf
-        return value if self.goal == "max" else -value
+        number = self.number_of(value)
+        return number if self.goal == "max" else -number
+
+    def number_of(self, value: float) -> float:
+        """Return a value of the metric; the worst that there is if it is no number."""
+        if math.isfinite(value):
+            return value
+        return -math.inf if self.goal == "max" else math.inf
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from hvd_elastic.cli.options import (
 )
 from hvd_elastic.cli.runs.run import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
+from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.engines.growth import Limits
 from hvd_elastic.engines.kubernetes import manifests
 from hvd_elastic.engines.kubernetes.api import why_pending
@@ -43,7 +44,6 @@ from hvd_elastic.records.run_folder import RunFolder, new_run_id
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.replaced_files import replacing
 
-_STOPPED = 130
 _LOOK_AT_S = 600
 """How long a pod stays in which a run that has ended is looked at [s]."""
 _LINGER_S = 2.0
@@ -382,7 +382,7 @@ def lead_in_pod(options: LeadOptions) -> None:
     )
     status = lead(spec, folder, resumed=past.attempts > 0, as_json=options.as_json, engine=engine)
     time.sleep(_LINGER_S)
-    raise typer.Exit(0 if status == _STOPPED else status)
+    raise typer.Exit(0 if status == INTERRUPTED else status)
 
 
 def _tell(text: str) -> None:

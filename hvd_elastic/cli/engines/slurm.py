@@ -26,6 +26,7 @@ from hvd_elastic.cli.engines.slurm_options import (
 )
 from hvd_elastic.cli.options import command, given_options, group_of
 from hvd_elastic.cli.runs.run import lead
+from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.config import runs_folder
 from hvd_elastic.engines.slurm.allocation import call, own_allocation, require_commands
 from hvd_elastic.engines.slurm.batch import Submission
@@ -37,7 +38,6 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
 
-_STOPPED = 130
 _AGAIN_S = 10.0
 """Time before a job that goes on with a run is submitted again [s]."""
 
@@ -143,7 +143,7 @@ def lead_in_allocation(run_id: str) -> None:
         engine = growing_engine(folder, allocation, submission, spec, _tell)
         resumed = past.attempts > 0
         status = lead(spec, folder, resumed=resumed, as_json=False, engine=engine)
-    if status == _STOPPED and limit.is_near:
+    if status == INTERRUPTED and limit.is_near:
         reached = summarize(folder.iter_events()).steps
         if reached <= past.steps:
             give_back(submission)

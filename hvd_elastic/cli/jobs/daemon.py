@@ -29,6 +29,14 @@ ClusterOption = Annotated[
 ]
 
 
+def check_notify(command: str | None, held: str | None) -> None:
+    """Raise UsageError if ``--notify`` and ``--notify-held`` do not fit together."""
+    if command is not None and not command.strip():
+        raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
+    if command is None and held is not None:
+        raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+
+
 def up(
     hostfile: Annotated[Path, argument("hosts and their slots", "HOSTFILE")],
     name: Annotated[
@@ -102,8 +110,7 @@ def up(
     check_ssh_config(ssh_config)
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
-    if notify is not None and not notify.strip():
-        raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
+    check_notify(notify, notify_held)
     if drain_unhealthy not in (None, "failed", "warning"):
         raise UsageError(f"--drain-unhealthy is failed or warning, not {drain_unhealthy!r}")
     if drain_unhealthy and place is not None:
@@ -111,8 +118,6 @@ def up(
             "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
             "make faults up. hvd-elastic hosts shows them, and --notify tells of them"
         )
-    if notify is None and notify_held is not None:
-        raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
     held_s = None if notify_held is None else parse_duration("--notify-held", notify_held)
     parse_hostfile(hostfile)  # an error is told before anything is made
     if (group is None) != (place is None):

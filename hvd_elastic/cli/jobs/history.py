@@ -11,7 +11,7 @@ from typing import Annotated
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption
 from hvd_elastic.cli.options import AsJson, option, parse_duration
-from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.output import print_json, table_lines
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import date_words, duration_words
 from hvd_elastic.jobs.history import PastJob, Total, past_jobs, totals
@@ -73,14 +73,8 @@ def history(
 def history_lines(rows: Sequence[PastJob | Total], by: str) -> list[str]:
     """Return the lines of the table, the head first."""
     cells = [_head(by), *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            text.rjust(width) if at >= len(line) - 6 and at < len(line) - 1 else text.ljust(width)
-            for at, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    last = len(cells[0]) - 1
+    return table_lines(cells, left={*range(last - 5), last})
 
 
 def _head(by: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.options import AsJson
-from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.output import print_json, table_lines
 from hvd_elastic.formatting import duration_words
 
 
@@ -76,14 +76,7 @@ def limit_lines(found: Mapping[str, Any]) -> list[str]:
         if has_times:
             line.append(duration_words(row["longest_s"]) if row["longest_s"] else "-")
         cells.append([name, *map(str, line)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0])]
-            + [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for line in cells
-    ]
+    return table_lines(cells, left={0})
 
 
 def _part(share: float | None) -> str:

@@ -29,7 +29,8 @@ from hvd_elastic.cli.options import (
     parse_duration,
     whole_number_option,
 )
-from hvd_elastic.cli.output import print_json, print_rows, wait_until
+from hvd_elastic.cli.output import print_json, print_rows, table_lines, wait_until
+from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
 from hvd_elastic.search.rungs import judged_value, rungs_reached
@@ -46,7 +47,6 @@ _STEP_S = 1.0
 _LONGEST_NAME = 40
 _TRIED = 20
 """Calls of a user's ``suggest`` before the study: what it returns may depend on the values."""
-_INTERRUPTED = 130
 StudyArgument = Annotated[str, argument("name of the study; see: hvd-elastic search list", "NAME")]
 Detach = Annotated[bool, option("search in the background; see show and stop", "--detach", "-d")]
 
@@ -468,7 +468,7 @@ def _search(study: Study, tell: Callable[[str], None]) -> int:
             f"hvd-elastic search resume {name}   End it with: hvd-elastic search stop {name}",
             file=sys.stderr,
         )
-        return _INTERRUPTED
+        return INTERRUPTED
     except OSError as error:
         raise RunError(
             f"the journal of study {study.name} cannot be written: {error.strerror}. Its trials "
@@ -482,18 +482,18 @@ def _search(study: Study, tell: Callable[[str], None]) -> int:
 
 
 def _about(study: Study) -> dict[str, Any]:
-    definition = study.definition
+    definition, trials = study.definition, study.trials()
     state = "stopped" if study.stop_request.exists() else "ended"
     if study.is_running:
         state = "running"
-    elif any(trial.status.active for trial in study.trials()):
+    elif any(trial.status.active for trial in trials):
         state = "detached"
     return {
         "name": study.name,
         "state": state,
         "metric": definition.metric,
         "goal": definition.rules.goal,
-        "number": len(study.trials()),
+        "number": len(trials),
         "most": definition.rules.trials,
         "rung_examples": [*definition.rules.rung_examples],
         "deadline": definition.rules.deadline,
@@ -569,11 +569,9 @@ def _print_table(study: Study, rows: Sequence[Mapping[str, Any]]) -> None:
                 one_line(row["reason"]),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in cells:
-        words = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print(words.rstrip()[:columns])
+    for line in table_lines(cells, left=range(len(cells[0]))):
+        print(line[:columns])
 
 
 def _short(value: Any) -> str:

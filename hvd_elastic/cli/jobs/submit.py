@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption
+from hvd_elastic.cli.jobs.daemon import ClusterOption, check_notify
 from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.cli.options import (
     AsJson,
@@ -216,10 +216,7 @@ class SubmitOptions(RunOptions):
             raise UsageError("--labels is empty: give labels of the hostfile, such as a100")
 
     def _check_notify(self) -> None:
-        if self.notify is not None and not self.notify.strip():
-            raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
-        if self.notify is None and self.notify_held is not None:
-            raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+        check_notify(self.notify, self.notify_held)
 
     def _check_name(self) -> None:
         name = self.name

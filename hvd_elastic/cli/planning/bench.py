@@ -22,12 +22,11 @@ from hvd_elastic.cli.options import (
     parse_whole_number,
     whole_number_option,
 )
-from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.cli.planning.scaling_tables import (
     LiveTable,
     check_out,
     notes_of,
-    print_table,
     progress_line,
     rate_words,
     tables_of,

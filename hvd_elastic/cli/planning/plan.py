@@ -19,7 +19,7 @@ from hvd_elastic.cli.options import (
     parse_duration,
     whole_number_option,
 )
-from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, number_words
 
@@ -219,10 +219,7 @@ def _show(found: Sequence[Forecast], notes: Sequence[str], path: Path) -> None:
     from hvd_elastic.views.plan_page import plan_cells
 
     heads, rows = plan_cells(found)
-    lines = [heads, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    for line in lines:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    print_table([heads, *rows])
     print()
     for note in notes:
         print(note)

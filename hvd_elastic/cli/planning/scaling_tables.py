@@ -187,13 +187,6 @@ def _cost_words(cost: Cost) -> str:
     return f"{count(cost.slots, 'slot')} ({cost.cost:.2f}, {duration_words(3600 * cost.hours)})"
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
-
-
 def write_scaling(path: Path, found: Scaling, tables: Sequence[Table]) -> None:
     """Write the result in the format that the name of the file ends in."""
     from hvd_elastic.views.page import write_page

@@ -36,6 +36,7 @@ class Study:
     def __init__(self, rules: Rules, room: int, value, seed: int) -> None:
         self.rules, self.room, self.value = rules, room, value
         self.trials: dict[int, Trial] = {}
+        self.priorities: dict[int, float] = {}
         self._random = random.Random(seed)
 
     def decide(self, now: float = 0.0) -> Decision:
@@ -62,7 +63,7 @@ class Study:
         for number in decision.end:
             self.change(number, status=TrialStatus.DONE)
         for number, priority in decision.priorities.items():
-            self.change(number, priority=priority)
+            self.priorities[number] = priority
         for _ in range(decision.add):
             self.trials[len(self.trials)] = trial(len(self.trials))
 
@@ -86,7 +87,7 @@ class Study:
             on = [each for each in above if rungs_reached(self.rules, each) == rung]
             assert len(on) <= max(1, there // self.rules.reduction)
         if above and len(above) < len(training):
-            assert min(each.priority for each in above) > 1
+            assert min(self.priorities.get(each.number, 1.0) for each in above) > 1
 
 
 @settings(max_examples=40)
