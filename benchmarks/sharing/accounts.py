@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed.command import Say
+from benchmarks.testbed.other_accounts import make_python
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.virtual import VirtualCluster, accounts
 
@@ -25,7 +23,6 @@ _HOSTS, _SLOTS = 6, 2
 _JOBS, _MOST_JOBS, _MOST_SLOTS = 6, 4, 8
 """Jobs of each user, and limits of each: more wait than can run."""
 _DEADLINE_S = 180.0
-_ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("emulated.py")
 
 
@@ -40,16 +37,12 @@ class _Accounts:
         self.folder = folder
         self.script = folder / _SCRIPT.name
         shutil.copyfile(_SCRIPT, self.script)
-        packages = next(Path(each) for each in sys.path if each.endswith("site-packages"))
-        self.python = folder / "python"
-        self.python.write_text(
-            f"#!/bin/sh\nexport OMP_NUM_THREADS=1 PYTHONPATH={shlex.quote(f'{_ROOT}:{packages}')}\n"
-            f'exec {_interpreter(packages)} "$@"\n'
-        )
-        self.python.chmod(0o755)
+        self.python = make_python(folder / "venv")
 
     def call(self, user: str, *arguments: object) -> str:
         """Run ``hvd-elastic`` as an account to its end; return what it printed."""
+        options = accounts.as_user(user)
+        options["env"] |= {"OMP_NUM_THREADS": "1"}
         command = [str(self.python), "-m", "hvd_elastic.cli.app", *map(str, arguments)]
         done = subprocess.run(
             command,
@@ -57,24 +50,11 @@ class _Accounts:
             text=True,
             timeout=_DEADLINE_S,
             check=False,
-            **accounts.as_user(user),
+            **options,
         )
         if done.returncode:
             raise RuntimeError(f"{user}: {arguments} ended with {done.returncode}: {done.stderr}")
         return done.stdout
-
-
-def _interpreter(packages: Path) -> str:
-    """Return an interpreter that other accounts may run, of the version of this one."""
-    stranger: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/"}
-    program = "import sys, msgspec, torch; print(sys.version_info[:2])"
-    for python in (sys.executable, "/usr/bin/python3"):
-        env = {"PYTHONPATH": str(packages)}
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            said = subprocess.check_output([python, "-c", program], text=True, env=env, **stranger)
-            if said.strip() == str(tuple(sys.version_info[:2])):
-                return python
-    raise RuntimeError("no interpreter that other accounts may run has these packages")
 
 
 def measure_accounts(weights: Mapping[str, float], minutes: float, say: Say) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.testbed.other_accounts import make_python
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.process_lock import is_locked
 from hvd_elastic.virtual import VirtualCluster, accounts, netns
@@ -111,35 +111,16 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     name = f"vca{os.getpid()}"
     users = [f"{name}{letter}" for letter in "abcdef"]
     try:
-        python = make_python(folder / "venv")
+        try:
+            python = make_python(folder / "venv")
+        except RuntimeError as error:
+            pytest.skip(str(error))
         with VirtualCluster.up(2, 3, name=name, users=users, shares=[folder]) as cluster:
             made = Lab(cluster, folder, python)
             shutil.chown(folder, made.ada, cluster.name)
             yield made
     finally:
         shutil.rmtree(folder)
-
-
-def make_python(folder: Path) -> Path:
-    """Make an environment that other accounts can use, with this checkout and its packages."""
-    packages = next(Path(each) for each in sys.path if each.endswith("site-packages"))
-    subprocess.run([_interpreter(packages), "-m", "venv", "--without-pip", folder], check=True)
-    (own,) = folder.glob("lib/python*/site-packages")
-    (own / "here.pth").write_text(f"{ROOT}\n{packages}\n")
-    return folder / "bin" / "python"
-
-
-def _interpreter(packages: Path) -> str:
-    """Return an interpreter that other accounts can run, of the version of this one."""
-    program = "import sys, msgspec, numpy; print(sys.version_info[:2])"
-    stranger: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/"}
-    for python in (sys.executable, "/usr/bin/python3"):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            env = {"PYTHONPATH": str(packages)}
-            said = subprocess.check_output([python, "-c", program], text=True, env=env, **stranger)
-            if said.strip() == str(tuple(sys.version_info[:2])):
-                return python
-    pytest.skip("no interpreter that other accounts may run has these packages")
 
 
 ATTACK = """

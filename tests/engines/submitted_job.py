@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections import defaultdict
-from typing import Any
 
 from benchmarks.testbed.slurm import SlurmCluster
-from tests.dist.running import RunningJob, Stage
+from tests.dist.running import Stage
+from tests.engines.submitted_run import POLL_S, SubmittedProcess, SubmittedRun
 from tests.paths import LIMIT_S
 
 START_S = LIMIT_S
-POLL_S = 0.5
 
 
-class SubmittedJob(RunningJob):
+class SubmittedJob(SubmittedRun):
     """``hvd-elastic slurm submit`` with the probe script, which gets ``script_options``."""
 
     home_name = "home #50%j"  # as little as Slurm makes of such a name
@@ -54,36 +51,20 @@ class SubmittedJob(RunningJob):
     def story(self) -> str:
         return super().story() + self.output_of_jobs()[-6000:]
 
-    def check_equal_parameters(self) -> None:
-        """All ranks hold the same; the batch script does not tell them which leader they have."""
-        held: dict[tuple[Any, ...], set[str]] = defaultdict(set)
-        for record in self.digests():
-            held[record["generation"], record["kind"], record["step"]].add(record["digest"])
-        assert held
-        assert all(len(digests) == 1 for digests in held.values()), self.story()
 
-
-class _Jobs:
+class _Jobs(SubmittedProcess):
     """The jobs in which a run is led, one after the other, as a process."""
 
     def __init__(self, slurm: SlurmCluster, name: str) -> None:
+        super().__init__(name)
         self._slurm = slurm
-        self._name = name
         self._looked_at = -POLL_S
 
     def poll(self) -> int | None:
         if time.monotonic() < self._looked_at + POLL_S:
             return None
         self._looked_at = time.monotonic()
-        return None if self._slurm.jobs(self._name) else 0
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        deadline = time.monotonic() + (START_S if timeout_s is None else timeout_s)
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self._name, timeout_s or START_S)
-            time.sleep(POLL_S)
-        return 0
+        return None if self._slurm.jobs(self.name) else 0
 
     def kill(self) -> None:
         self._slurm.call("scancel", "--me")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections import defaultdict
 from typing import Any
 
 from benchmarks.testbed.kubernetes import Nodes
-from tests.dist.running import RunningJob, Stage
+from tests.dist.running import Stage
+from tests.engines.submitted_run import POLL_S, SubmittedProcess, SubmittedRun
 from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
 
 IMAGE = "registry.example/train:1"
-POLL_S = 0.5
 
 
-class SubmittedPods(RunningJob):
+class SubmittedPods(SubmittedRun):
     """``hvd-elastic k8s submit`` with the probe script."""
 
     def __init__(self, nodes: Nodes, stage: Stage, *options: str, **more: Any) -> None:
@@ -84,19 +82,12 @@ class SubmittedPods(RunningJob):
     def story(self) -> str:
         return super().story() + self.output_of_leaders()[-6000:]
 
-    def check_equal_parameters(self) -> None:
-        """All ranks hold the same; the pods do not tell them which leader they have."""
-        held: dict[tuple[Any, ...], set[str]] = defaultdict(set)
-        for record in self.digests():
-            held[record["generation"], record["kind"], record["step"]].add(record["digest"])
-        assert held
-        assert all(len(digests) == 1 for digests in held.values()), self.story()
 
-
-class _Job:
+class _Job(SubmittedProcess):
     """The job in which a run is led, as a process."""
 
     def __init__(self, pods: SubmittedPods) -> None:
+        super().__init__(pods.name)
         self._pods = pods
         self._looked_at = 0.0
         self._status: int | None = None
@@ -115,15 +106,6 @@ class _Job:
                 return None  # the API server is away
             for each in status.get("conditions", ()):
                 self._status = {"Complete": 0, "Failed": 1}.get(each["type"])
-        return self._status
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout_s or LIMIT_S)
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self._pods.name, timeout_s or LIMIT_S)
-            time.sleep(POLL_S)
-        assert self._status is not None
         return self._status
 
     def kill(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from hvd_elastic.policy.input import Reading
 from hvd_elastic.run_events import GpuSample
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, encode
+from tests.unit.played_nvml import build_nvml
 
 NVML = """
 #include <string.h>
@@ -88,14 +87,7 @@ def test_the_compute_time_of_a_step_leaves_waits_out() -> None:
 @pytest.fixture(scope="module")
 def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the path of a library that answers as NVML does on a host with two GPUs."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler for a library that answers as NVML does")
-    folder = tmp_path_factory.mktemp("nvml")
-    source, library = folder / "nvml.c", folder / "libnvidia-ml.so.1"
-    source.write_text(NVML)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-    return str(library)
+    return str(build_nvml(tmp_path_factory.mktemp("nvml"), NVML))
 
 
 def test_gpus_are_asked_through_nvml(nvml: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from hvd_elastic.agent.hardware import _PROGRAM
 from hvd_elastic.programs import hardware, watch_hardware
 from hvd_elastic.programs.hardware import gpus_of, read_hardware
 from hvd_elastic.programs.watch_hardware import NvmlFaults
+from tests.unit.played_nvml import build_nvml
 
 REPORT = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
@@ -203,14 +203,7 @@ int nvmlEventSetWait_v2(void *set, event_t *event, unsigned int timeout) {
 @pytest.fixture(scope="module")
 def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of a library that answers as NVML does where one GPU of three is lost."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler for a library that answers as NVML does")
-    folder = tmp_path_factory.mktemp("nvml")
-    source, library = folder / "nvml.c", folder / "libnvidia-ml.so.1"
-    source.write_text(NVML)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-    return library
+    return build_nvml(tmp_path_factory.mktemp("nvml"), NVML)
 
 
 def test_nvml_tells_the_same_as_nvidia_smi(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
