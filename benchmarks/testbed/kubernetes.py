@@ -342,7 +342,7 @@ class Nodes:
         self._over.set()
         self._thread.join()
         for pod in self._pods.values():
-            pod.kill()
+            pod.end()
 
     def hosts_text(self) -> str:
         """Return /etc/hosts of the pods: the names of services, which a DNS would have."""
@@ -407,7 +407,7 @@ class Nodes:
                 self.forget(manifest)
         for uid in self._pods.keys() - bound.keys():
             if not self.is_silent(self._pods[uid].manifest["spec"]["nodeName"]):
-                self._pods.pop(uid).kill()
+                self._pods.pop(uid).end()
 
     def is_silent(self, host: str) -> bool:
         return self.cluster.status(host) != "up"
@@ -509,6 +509,13 @@ class _Pod:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the pod, and wait for its end."""
+        self.kill()
+        if self._process is not None:
+            self._process.kill()  # with it what it has begun
+            self._process.wait()
 
     def _signal(self, number: int) -> None:
         pid = self._first()
