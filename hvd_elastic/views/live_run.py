@@ -79,7 +79,7 @@ class LiveRun:
         if begin - self._read_at >= (_FRESH_S / 8 if self._unread else _FRESH_S):
             if not self.folder.path.is_dir():
                 raise RunError(f"run {self.folder.run_id} is gone: its folder was removed")
-            while time.monotonic() - begin < _READ_S:
+            while True:  # a piece at least, so that what is unread is known
                 at_s, offset = self._summary.duration_s, self._follower.offset
                 records = self._follower.poll(_PIECE_BYTES)
                 self._unread = max(0, _size_of(self.folder.events) - self._follower.offset)
@@ -91,6 +91,8 @@ class LiveRun:
                 take_events(self._summary, records)
                 self.version += len(records)
                 self._thinned |= thin_out(self._summary)
+                if time.monotonic() - begin >= _READ_S:
+                    break
             self._read_at = time.monotonic()
             self._summary.run_id = self.folder.run_id
         return self._summary
