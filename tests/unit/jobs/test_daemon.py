@@ -262,8 +262,9 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     ask_daemon(place, DrainHost("a", "later", "ann", at + 3600))
     assert row(place)["state"] == "up"
     assert row(place)["cause"].startswith("will be drained: later (ann, from ")
-    answer = ask_daemon(place, DrainHost("a", "bad DIMM", "ann", at))
-    assert answer.message.startswith("host a is drained")
+    answer = ask_daemon(place, DrainHost("A", "bad DIMM", "ann", at))
+    assert answer.message.startswith("host a is drained; it is the last host")
+    assert "; before: will be drained: later (ann, from " in answer.message
     daemon.until(lambda: row(place)["state"] == "drained")
     assert row(place)["cause"].startswith("drained: bad DIMM (ann, since ")
     assert row(place)["free"] == 0
@@ -272,7 +273,7 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     again = Running(place, hosts(place))
     assert row(place)["state"] == "drained"
     assert not leads(again, number)
-    ask_daemon(place, UndrainHost("a", "ann"))
+    ask_daemon(place, UndrainHost("A", "ann"))
     again.until(lambda: leads(again, number))
     kinds = [record["kind"] for record in iter_records(place.events)]
     assert (kinds.count("host_drained"), kinds.count("host_undrained")) == (2, 1)
