@@ -18,7 +18,7 @@ from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.events import StopRequested
 from hvd_elastic.control.state_machine import Phase
 from hvd_elastic.formatting import count
-from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.hostfile import Host, name_as_listed
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.failover.failover import Failover
 from hvd_elastic.leader.fetching import Fetching
@@ -343,7 +343,7 @@ def drain(
         reserve_s: part of the host's remaining time that is kept for a last checkpoint and for
             ending the processes [s].
     """
-    host, leave_in_s = str(fields.get("host")), fields.get("leave_in_s")
+    host, leave_in_s = name_as_listed(str(fields.get("host")), hosts), fields.get("leave_in_s")
     if host not in hosts:
         message = f"the hostfile has no host {host!r}; it has {', '.join(hosts)}"
         return Answer(message, ok=False)
