@@ -193,7 +193,7 @@ class QueueRequests:
             when = "; it is the last host, so jobs wait until one is given back"
         words = f"host {host} is drained{when}: {drained.reason}"
         if before is not None and before != self._operator_state.drained[host]:
-            words += f"; before: {before.words(now)}"
+            words += f"; this replaces: {before.words(now)}"
         return Answer(words, data=host)
 
     def _undrain(self, host: str, by: str) -> Answer:

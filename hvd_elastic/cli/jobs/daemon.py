@@ -344,15 +344,20 @@ def drain_host(
     def is_drained() -> bool:
         rows = ask_daemon(place, Hosts()).data
         states = [row["state"] for row in rows if row["host"] == answer.data]
-        return states in ([], ["drained"])
+        if states and states[0] not in ("drained", "leaving"):
+            raise RunError(f"host {answer.data} was given back meanwhile, so it is not drained")
+        return states != ["leaving"]
 
+    if not as_json:
+        print(answer.message, flush=True)
     if wait and at is None:
         wait_until(
             is_drained,
             f"jobs still have slots of host {answer.data}; a plain command keeps its slot until it "
             "ends. Ctrl-C ends the waiting alone; see: hvd-elastic hosts",
         )
-    _answer(answer, as_json)
+    if as_json:
+        _answer(answer, as_json)
 
 
 def undrain(

@@ -264,7 +264,7 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     assert row(place)["cause"].startswith("will be drained: later (ann, from ")
     answer = ask_daemon(place, DrainHost("A", "bad DIMM", "ann", at))
     assert answer.message.startswith("host a is drained; it is the last host")
-    assert "; before: will be drained: later (ann, from " in answer.message
+    assert "; this replaces: will be drained: later (ann, from " in answer.message
     daemon.until(lambda: row(place)["state"] == "drained")
     assert row(place)["cause"].startswith("drained: bad DIMM (ann, since ")
     assert row(place)["free"] == 0
