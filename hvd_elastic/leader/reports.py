@@ -12,7 +12,7 @@ from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun
-from hvd_elastic.leader.liveness import Liveness
+from hvd_elastic.leader.liveness import LivenessWatch
 from hvd_elastic.leader.steering import Stopping, host_draining
 from hvd_elastic.run_events import (
     AgentStarted,
@@ -56,7 +56,7 @@ class Reports:
         run: LedRun,
         executor: Executor,
         fetching: Fetching,
-        liveness: Liveness,
+        liveness: LivenessWatch,
         stopping: Stopping,
     ) -> None:
         self._run = run

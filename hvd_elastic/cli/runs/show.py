@@ -35,6 +35,7 @@ from hvd_elastic.run_events import (
     HostDraining,
     HostReturned,
     HostsChanged,
+    HostSlots,
     Output,
     ReadEvent,
     RunFinished,
@@ -233,7 +234,7 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
       horovodrun -np 2 --host-discovery-script ./hosts.sh python train.py
     """
     folder = open_run(run)
-    hosts: list[tuple[str, int]] | None = None
+    hosts: list[HostSlots] | None = None
     drained: set[str] = set()
     for event in folder.iter_events():
         match event:
