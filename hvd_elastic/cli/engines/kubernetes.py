@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.engines import tell
 from hvd_elastic.cli.engines.slurm_options import parse_nodes
 from hvd_elastic.cli.options import (
     RequiredRun,
@@ -42,8 +43,9 @@ from hvd_elastic.hosts.hostfile import Host, Hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.replaced_files import replacing
+from hvd_elastic.replaced_files import replacing, write_whole
 
+_tell = functools.partial(tell, "kubernetes")
 _LOOK_AT_S = 600
 """How long a pod stays in which a run that has ended is looked at [s]."""
 _LINGER_S = 2.0
@@ -296,8 +298,16 @@ def _submit_again(run_id: str, passed: list[str], kubectl: Kubectl) -> None:
     kept = [f"service/{name}", *([f"pvc/{name}"] if is_made else [])]
     for each in kept:  # before the old job goes, and takes along what it owns
         _own(kubectl, each, None)
-    kubectl.call("delete", f"job/{name}", "--wait=true")
-    owner = _owner(kubectl.create(again))
+    try:
+        kubectl.call("delete", f"job/{name}", "--wait=true")
+        owner = _owner(kubectl.create(again))
+    except (RunError, KeyboardInterrupt) as error:
+        path = Path(f"{name}.json")
+        write_whole(path, json.dumps(again, indent=1))  # the cluster may not have it any more
+        raise RunError(
+            f"run {run_id} was not submitted again ({str(error) or 'interrupted'}). If there is no "
+            f"job {name} now, make it with: kubectl create --filename {path}"
+        ) from error
     for each in kept:
         _own(kubectl, each, owner)
     _say_submitted(run_id, False, "its pods again")
@@ -383,10 +393,6 @@ def lead_in_pod(options: LeadOptions) -> None:
     status = lead(spec, folder, resumed=past.attempts > 0, as_json=options.as_json, engine=engine)
     time.sleep(_LINGER_S)
     raise typer.Exit(0 if status == INTERRUPTED else status)
-
-
-def _tell(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  kubernetes: {text}", flush=True)
 
 
 # -- from outside ------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ class Cluster:
     def release_host(self, name: str, *, is_last: bool) -> None:
         self.released.append(name)
 
-    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def call(
+        self, method: str, path: str, body: Any = None, patience_s: float = 0.0
+    ) -> dict[str, Any]:
         if method == "GET":
             return {"items": [*self.pods.values()]}
         if self.refusal is not None:
@@ -40,7 +42,7 @@ class Cluster:
         self.pods[name] = {"metadata": {"name": name}, "status": {"phase": "Pending"}}
         return {}
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, patience_s: float = 0.0) -> None:
         del self.pods[path.removeprefix("pods/")]
 
     def come(self, name: str) -> None:
