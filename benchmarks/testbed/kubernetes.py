@@ -314,7 +314,8 @@ class Nodes:
     Args:
         control: the control plane.
         cluster: the virtual hosts.
-        images: images that can be pulled; all of them are this machine's files.
+        images: images that can be pulled; all of them are this machine's files. Where one is named
+            ``bare``, its programs are not on the ``PATH``.
         gpus: what each node has of ``nvidia.com/gpu``.
     """
 
@@ -605,6 +606,8 @@ class _Pod:
         for each in container.get("env", ()):
             environment[each["name"]] = each.get("value", of["name"])
         argv = [*container.get("command", ()), *container.get("args", ())]
+        if "/bare:" in container["image"]:
+            argv = ["sh", "-c", 'PATH=/nowhere; exec "$@"', "sh", *argv]
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         where = container.get("workingDir", "/")
         limit = container.get("resources", {}).get("limits", {}).get("memory", "")

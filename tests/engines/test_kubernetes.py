@@ -23,6 +23,7 @@ from tests.engines.submitted_pods import IMAGE, SubmittedPods
 from tests.paths import ALL, COSTLY, LIMIT_S
 
 _MEMORY = 2 << 30
+BARE_IMAGE = "registry.example/bare:1"
 
 pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800)]
 
@@ -36,7 +37,7 @@ def nodes(stage: Stage) -> Iterator[Nodes]:
     folder = stage.folder / "kubernetes"
     with (
         ControlPlane(folder, stage.cluster.leader_address) as control,
-        Nodes(control, stage.cluster, {IMAGE}) as nodes,
+        Nodes(control, stage.cluster, {IMAGE, BARE_IMAGE}) as nodes,
     ):
         control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
         yield nodes
@@ -266,8 +267,15 @@ def test_a_pod_that_finds_no_room_is_given_up(stage, nodes) -> None:
         job.wait_for(lambda: all(each in job.output_of_leaders() for each in told), str(told))
 
 
-def test_an_image_that_cannot_be_pulled_is_told(stage, nodes) -> None:
-    with SubmittedPods(nodes, stage, "--pods", "1", "--image", "registry.example/none:1") as job:
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [
+        ("registry.example/none:1", "its image registry.example/none:1 cannot be pulled"),
+        (BARE_IMAGE, f"its image {BARE_IMAGE} has no python3 on its PATH"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_told(stage, nodes, image: str, told: str) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "1", "--image", image) as job:
         status = [sys.executable, "-m", "hvd_elastic.cli.app", "k8s", "status", job.run_id]
 
         def said() -> str:
@@ -275,7 +283,6 @@ def test_an_image_that_cannot_be_pulled_is_told(stage, nodes) -> None:
                 status, capture_output=True, text=True, env=job.environment()
             ).stderr
 
-        told = "its image registry.example/none:1 cannot be pulled"
         job.wait_for(lambda: told in said(), told)
 
 

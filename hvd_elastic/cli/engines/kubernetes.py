@@ -34,7 +34,7 @@ from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.engines.growth import Limits
 from hvd_elastic.engines.kubernetes import manifests
-from hvd_elastic.engines.kubernetes.api import why_pending
+from hvd_elastic.engines.kubernetes.api import why_ended, why_pending
 from hvd_elastic.engines.kubernetes.kubectl import Kubectl, leader_pod
 from hvd_elastic.engines.kubernetes.manifests import Asked, as_yaml, check_name
 from hvd_elastic.engines.kubernetes.pods import ROLE_LABEL, RUN_LABEL
@@ -489,10 +489,12 @@ def _pod_of(kubectl: Kubectl, run_id: str) -> str:
     if pod := leader_pod(pods):
         return pod
     job = kubectl.get(f"job/{name}")
+    why = next((text for pod in pods if (text := why_pending(pod) or why_ended(pod))), "")
     if not _is_over(job):
-        why = next((text for text in map(why_pending, pods) if text), "")
+        if job["spec"].get("suspend"):
+            why = "its job is suspended, by a queue such as Kueue's or by hand"
         why = why or f"kubectl describe job/{name} says more"
-        raise RunError(f"the pod in which run {run_id} is led has not started: {why}")
+        raise RunError(f"no pod leads run {run_id} now: {why}")
     template = job["spec"]["template"]
     template["metadata"]["labels"] = {RUN_LABEL: run_id, ROLE_LABEL: "look"}
     container = template["spec"]["containers"][0]
@@ -509,7 +511,8 @@ def _pod_of(kubectl: Kubectl, run_id: str) -> str:
         "spec": template["spec"],
     }
     pod = kubectl.create(look)["metadata"]["name"]
-    print(f"no pod leads the run: {pod} shows it for {_LOOK_AT_S} s", file=sys.stderr)
+    last = f" (the last one: {why})" if why else ""
+    print(f"no pod leads the run{last}: {pod} shows it for {_LOOK_AT_S} s", file=sys.stderr)
     limit = f"--timeout={_START_S:g}s"
     with contextlib.suppress(RunError):
         words = ("wait", f"pod/{pod}", "--for=condition=Ready", limit)

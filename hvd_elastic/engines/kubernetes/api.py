@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import ssl
 import time
 from collections.abc import Mapping
@@ -23,6 +24,11 @@ _TIMEOUT_S = 10.0
 """Time limit of a call [s]."""
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 """Reasons why a container waits that have to do with its image."""
+_LACKS = (
+    ("hvd_elastic", re.compile("No module named '?hvd_elastic")),
+    ("python3 on its PATH", re.compile("python3.*not found")),
+)
+"""What an image lacks, by the last words of its container."""
 
 
 class ApiError(RunError):
@@ -186,8 +192,9 @@ def why_ended(pod: Mapping[str, Any]) -> str:
                 "it was killed because it used more memory than its limit: raise "
                 "resources.limits.memory in --pod-template, or take smaller batches"
             )
-        if "No module named 'hvd_elastic" in last:
-            return f"its image {container.get('image')} has no hvd_elastic ({last}): install it"
+        for lacks, words in _LACKS:
+            if words.search(last):
+                return f"its image {container.get('image')} has no {lacks} ({last}): install it"
         if code:
             return f"it ended with exit status {code} ({last or reason})"
     return ""

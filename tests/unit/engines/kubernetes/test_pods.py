@@ -135,6 +135,10 @@ def test_a_pod_that_does_not_start_is_told_and_given_up(cluster, said) -> None:
         ({"reason": "Evicted", "message": "low on memory"}, "Evicted: low on memory"),
         ({"reason": "OOMKilled", "exitCode": 137}, "more memory than its limit"),
         ({"exitCode": 1, "message": "\nNo module named 'hvd_elastic'\n"}, "has no hvd_elastic"),
+        (
+            {"exitCode": 128, "message": 'exec: "python3": executable file not found in $PATH'},
+            "has no python3 on its PATH",
+        ),
         ({"exitCode": 3, "reason": "Error", "message": "first\nlast"}, "exit status 3 (last)"),
         ({"exitCode": 0}, ""),
     ],
