@@ -34,7 +34,7 @@ from hvd_elastic.virtual import VirtualCluster
 
 START_S = 180.0
 BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-PACKAGES = ("etcd-server", "kubernetes-client")
+PACKAGES = ("etcd-server", "kubernetes-client", "libfaketime")
 TOOLS = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
 _BUILD = r"""
 set -e
@@ -49,7 +49,7 @@ apt-get $apt update
 apt-get $apt download $PACKAGES $TOOLS
 apt-get $apt --download-only source kubernetes
 for each in *.deb; do dpkg -x "$each" go; done
-cp go/usr/bin/etcd go/usr/bin/kubectl bin/
+cp go/usr/bin/etcd go/usr/bin/kubectl go/usr/lib/*/faketime/libfaketimeMT.so.1 bin/
 dpkg-source -x kubernetes_*.dsc k8s
 # The vendored one panics with this Go.
 rm -r k8s/vendor/github.com/modern-go/reflect2
@@ -332,6 +332,8 @@ class Nodes:
         text = _KUBECTL.format(**words, pods=control.folder / "pods")
         (self.bin / "kubectl").write_text(text)
         (self.bin / "kubectl").chmod(0o755)
+        self.clocks: dict[str, str] = {}
+        """How far the clocks of nodes are ahead in new pods, by host, such as ``+1h``."""
         self.left_s: dict[str, float] = {}
         """Time from SIGTERM to the end of each pod that has got it, by name [s]."""
         self._pods: dict[str, _Pod] = {}
@@ -603,6 +605,9 @@ class _Pod:
         environment = {"PATH": path, "HOME": "/root", "TMPDIR": "/run"}  # of the pod alone
         environment["KUBERNETES_SERVICE_HOST"] = self._nodes.control.address
         environment["KUBERNETES_SERVICE_PORT"] = str(self._nodes.control.port)
+        if ahead := self._nodes.clocks.get(spec["nodeName"]):
+            environment["LD_PRELOAD"] = str(programs() / "libfaketimeMT.so.1")
+            environment |= {"FAKETIME": ahead, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
         for each in container.get("env", ()):
             environment[each["name"]] = each.get("value", of["name"])
         argv = [*container.get("command", ()), *container.get("args", ())]

@@ -91,9 +91,22 @@ def _left(job: SubmittedPods) -> str:
     return job.control.kubectl("get", kinds, chosen, "-oname").strip() + named.strip()
 
 
-def test_the_next_leader_goes_on_in_the_same_processes(stage, nodes) -> None:
+@pytest.fixture
+def clocks_that_differ(stage: Stage, nodes: Nodes) -> Iterator[None]:
+    nodes.clocks |= zip(stage.hosts, ("+1h", "+1d", "+10d"), strict=False)
+    yield
+    nodes.clocks.clear()
+
+
+def test_the_next_leader_goes_on_in_the_same_processes(stage, nodes, clocks_that_differ) -> None:
     with SubmittedPods(nodes, stage, "--pods", "2") as job:
         job.wait_size(2)
+        kubectl = [str(nodes.bin / "kubectl"), "exec"]
+        clocks = [
+            int(subprocess.check_output([*kubectl, name, "--", "date", "+%s"], text=True))
+            for name in job.pods()
+        ]
+        assert max(clocks) - min(clocks) > 1000
         job.wait_steps(10)
         pods = {*job.pods()}
         (leader,) = job.pods("leader")
