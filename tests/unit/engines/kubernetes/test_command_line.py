@@ -118,12 +118,15 @@ def test_an_interrupted_submission_leaves_no_job(kubectl, capsys) -> None:
 
 
 def test_a_job_that_is_not_made_again_leaves_its_manifest(kubectl, capsys) -> None:
-    job = {"metadata": {"labels": {}}, "spec": {}, "status": {}}
-    job |= {"apiVersion": "batch/v1", "kind": "Job"}
-    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
     container = {"args": ["--run-id", "r1", "--pods", "2", "--", "python", "train.py"]}
     pod = {"metadata": {}, "spec": {"containers": [container], "volumes": []}}
-    job["spec"] = {"backoffLimit": 4, "template": pod}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"labels": {}},
+        "spec": {"backoffLimit": 4, "template": pod},
+        "status": {"conditions": [{"type": "Failed", "status": "True"}]},
+    }
     (kubectl / "job").write_text(json.dumps(job))
     (kubectl / "kubectl").write_text(
         f"#!/bin/sh\n"
