@@ -250,7 +250,7 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
             f"run {folder.run_id} has not told its hosts yet; see: hvd-elastic status "
             f"{folder.run_id}"
         )
-    hosts = [(name, slots) for name, slots in hosts if name not in drained]
+    hosts = [each for each in hosts if each.name not in drained]
     if not folder.leader_alive():
         print(
             f"warning: run {folder.run_id} has no live leader; these are its last hosts",
