@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.programs.processes import read_process
 from tests.paths import LIMIT_S
 from tests.ssh.sshd import Sshd
 
@@ -80,7 +81,4 @@ def wait_until(condition: object, what: str) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return read_process(pid) is not None

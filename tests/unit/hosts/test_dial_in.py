@@ -24,6 +24,7 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.transfer import receive_file, send_file
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.programs.secure_stream import Kind, SecureStream, dial
 
 LONG_S = 60.0
@@ -34,12 +35,6 @@ def eventually(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 class Leader:
@@ -107,7 +102,7 @@ def test_unread_output_of_one_command_does_not_hold_up_another(connection):
     full = connection.start("exec yes")
     assert connection.run("echo free").text == "free"
     assert full.stop()
-    eventually(lambda: not is_running(process_id(connection, "yes")))
+    eventually(lambda: read_process(process_id(connection, "yes")) is None)
 
 
 def process_id(connection: Connection, name: str) -> int:
@@ -163,7 +158,7 @@ def test_host_process_that_is_closed_takes_its_commands_with_it(leader, connecti
     running = connection.start("echo $$; trap '' HUP TERM; while :; do sleep 0.1; done")
     pid = int(running.stdout.readline(LONG_S))
     process.close()
-    eventually(lambda: not is_running(pid))
+    eventually(lambda: read_process(pid) is None)
     # Its status may still arrive before the connection is gone.
     assert running.wait(LONG_S) in (-1, 128 + signal.SIGKILL)
     eventually(lambda: not connection.alive)
@@ -178,7 +173,7 @@ def test_agent_dies_with_its_host_process(connection):
     agent = process_id(connection, Path(sys.executable).name) or process_id(connection, "python3")
     assert agent
     os.kill(parent, signal.SIGKILL)
-    eventually(lambda: not is_running(agent))
+    eventually(lambda: read_process(agent) is None)
 
 
 def test_broken_link_is_dialled_again_by_the_same_host(leader, connection):
@@ -210,12 +205,12 @@ def test_commands_end_when_the_leader_is_gone_for_good():
     with killed.stdout as said:
         process = HostProcess(json.loads(said.readline()), "here", 1)
         pid = int(said.readline())
-        assert is_running(pid)
+        assert read_process(pid) is not None
         killed.kill()
         killed.wait()
     with pytest.raises(RunError, match="the link to the leader is lost"):
         process.wait()
-    assert not is_running(pid)
+    assert read_process(pid) is None
 
 
 def test_wrong_key_is_refused_and_both_sides_say_so(leader, process):
