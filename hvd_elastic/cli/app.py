@@ -157,7 +157,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def root(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+        False, "--version", callback=_print_version, is_eager=True, help="print the version"
     ),
 ) -> None:
     """Elastic data-parallel training on Horovod, over the hosts of a hostfile."""

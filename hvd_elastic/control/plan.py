@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from hvd_elastic.control.commands import Outbox
 from hvd_elastic.control.config import MachineConfig
-from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import Fleet, Stage, Worker
 from hvd_elastic.control.ranks import SlotId, choose_slots, list_slots, target_size
 from hvd_elastic.formatting import count, hosts_named, plural
-from hvd_elastic.run_events import Waiting
+from hvd_elastic.run_events import HostSlots, Waiting
 
 _NOT_ASKED_FOR = 3  # above the highest cost of a slot, so that requested slots always come first
 

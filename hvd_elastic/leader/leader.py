@@ -36,7 +36,7 @@ from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.led_run import Journal, LedRun, Loop, Show, ShowOutput
-from hvd_elastic.leader.liveness import Liveness
+from hvd_elastic.leader.liveness import LivenessWatch
 from hvd_elastic.leader.reports import Reports
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.steering import Steering, Stopping
@@ -167,7 +167,7 @@ class Leader:
             run, store, on_checkpoint=self._checkpoints_idle, resumed=resumed
         )
         executor = self._executor = Executor(run, fetching, has_checkpoint=resumed)
-        liveness = self._liveness = Liveness(run, executor)
+        liveness = self._liveness = LivenessWatch(run, executor)
         failover = self._failover = Failover(run, executor, lead=self._lead_found)
         stopping = self._stopping = Stopping(run, executor, failover)
         self._steering = Steering(run, executor, stopping, fetching)

@@ -16,7 +16,7 @@ _COMMAND_ENDS_S = 5.0
 """How long after the grace time the agent of a silent host may take to end a plain command [s]."""
 
 
-class Liveness:
+class LivenessWatch:
     """Watches the heartbeats of agents and workers."""
 
     def __init__(self, run: LedRun, executor: Executor) -> None:

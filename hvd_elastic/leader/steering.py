@@ -56,6 +56,7 @@ class Stopping:
 
     Attributes:
         cause: why the run is to stop; None: it is not.
+        hears_sigterm: whether SIGTERM stops the run; not where its leader has that signal blocked.
     """
 
     def __init__(self, run: LedRun, executor: Executor, failover: Failover) -> None:
@@ -65,6 +66,7 @@ class Stopping:
         self._last: LastCheckpoint | None = None
         """The last checkpoint, while it is waited for."""
         self.cause: StopCause | None = None
+        self.hears_sigterm = True
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -77,6 +79,7 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread, which is the caller's
             return
+        self.hears_sigterm = signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         for number in _SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, ask)

@@ -15,7 +15,6 @@ from hvd_elastic.torch.attributes import Attributes, numbered
 
 _Loop: Any = part("loops.loop")._Loop
 _BaseProgress: Any = part("loops.progress")._BaseProgress
-_ModelCheckpoint: Any = part("callbacks").ModelCheckpoint
 _OWN = (part("callbacks").ProgressBar, part("callbacks").Timer)
 """Callbacks whose attributes are of this process, such as times."""
 _CSVLogger: Any = part("loggers").CSVLogger

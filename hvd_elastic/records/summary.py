@@ -222,7 +222,7 @@ class RunSummary:
     max_np: int | None = None
     attempts: int = 0
     began_s: float = 0.0
-    hosts: list[tuple[str, int]] = field(default_factory=list)
+    hosts: list[ev.HostSlots] = field(default_factory=list)
     draining: dict[str, Draining] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     waiting: str = ""

@@ -15,6 +15,7 @@ from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.run_events import HostSlots
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.messages import HeldRun
 
@@ -139,7 +140,7 @@ class Takeover:
             if not found.asked and host not in self._held
         )
 
-    def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunTakenOver:
+    def event(self, hosts: tuple[HostSlots, ...]) -> ev.RunTakenOver:
         """Return the event with everything that was found; ``hosts``: slots of the hostfile."""
         none = HeldRun(generation=0, members=(), workers=())
         newest = max(self._held.values(), key=lambda held: held.generation, default=none)

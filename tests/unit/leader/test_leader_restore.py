@@ -19,7 +19,14 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.run_events import Metrics, Restored, TrainingGoesOn, TrainingStopped, Warned
+from hvd_elastic.run_events import (
+    HostSlots,
+    Metrics,
+    Restored,
+    TrainingGoesOn,
+    TrainingStopped,
+    Warned,
+)
 from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_files import spooled
 from tests.unit.records.made_events import summarized
@@ -56,7 +63,7 @@ class Resumed:
 
     def announce(self) -> Announce:
         machine = self.leader._executor.machine
-        machine.handle(ev.HostsChanged(tuple(ev.HostSlots(host, 1) for host in HOSTS)), 0.0)
+        machine.handle(ev.HostsChanged(tuple(HostSlots(host, 1) for host in HOSTS)), 0.0)
         started = [c for host in HOSTS for c in machine.handle(ev.AgentReady(host), 0.0)]
         workers = [c.worker for c in started if isinstance(c, StartWorker)]
         ready = [c for worker in workers for c in machine.handle(ev.WorkerReady(worker, 0.1), 0.0)]

@@ -15,7 +15,7 @@ import torch
 from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import new_shard
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.communicator.interface import FIRST, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
@@ -119,7 +119,7 @@ def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
     content = state.content()
     shard = new_shard(content, progress, 0, 1)
     assert shard is not None
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder,
         finish=shards.append,
         on_done=lambda *_: None,
@@ -336,7 +336,7 @@ def not_finite(state: State, folder: Path) -> str:
     shard = new_shard(content, Progress(), 0, 1)
     assert shard is not None
     done: list[ShardInfo] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder,
         finish=done.append,
         on_done=lambda *_: None,
