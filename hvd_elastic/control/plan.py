@@ -299,6 +299,6 @@ class WaitingReport:
             return ""
         return (
             f"the {plural('name', len(names))} of {hosts_named(names)} cannot be looked up "
-            f"({count(tries, 'try')}), and the hostfile has no other host. Mend the hostfile, or "
+            f"({count(tries, 'try')}), and the hostfile has no other host. Fix the hostfile, or "
             "give the hosts a HostName in the ssh configuration"
         )

@@ -494,8 +494,8 @@ class DataOrder:
         last = context.data.last_reader
         if last is not None and last[0] == now and last[1] is not self and progress.position > 0:
             raise ScriptError(
-                f"two loaders are iterated in epoch {progress.epoch}, and progress is that of one; "
-                "make the training loader once, and read other data (evaluation) with "
+                f"two loaders are iterated in epoch {progress.epoch}, and progress counts one "
+                "only; make the training loader once, and read other data (evaluation) with "
                 f"{other}"
             )
         context.data.last_reader = (now, self)
@@ -545,8 +545,8 @@ class DataOrder:
                 f"backward passes in `with optimizer.no_sync():`, which have read {read} examples, "
                 f"and the data set has {self.examples}: it ends with the first optimizer.step() "
                 "after a backward pass outside of that block, and until then nothing is learnt, "
-                "and neither hvd.steps() nor a checkpoint goes on. Leave no_sync() out around the "
-                "last pass of each step",
+                "and neither hvd.steps() nor a checkpoint continues. Leave no_sync() out around "
+                "the last pass of each step",
                 of="a step of more than a pass over the data",
             )
 

@@ -186,7 +186,7 @@ class InputReader:
             self.no_use(
                 host,
                 f"most of its answers take longer than {late_s:.1f} s, which is {LATE_FACTOR:g} "
-                "times as long as those of others: its link or its cores are too slow",
+                "times as long as other answers: its link or its cores are too slow",
             )
 
     def no_use(self, host: str, why: str) -> None:

@@ -35,7 +35,8 @@ def training_loader(loader: Any, as_on: int, options: Mapping[str, Any]) -> Any:
         if as_on > 1 or options:
             raise ScriptError(
                 "ElasticStrategy(as_on=..., max_batch_size=...): the train_dataloader is an "
-                "hvd.DataLoader already, whose batch_size is that of all ranks together. Give "
+                "hvd.DataLoader already, whose batch_size counts the examples of all ranks "
+                "together. Give "
                 "these arguments to one of them"
             )
         return loader

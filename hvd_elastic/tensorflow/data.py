@@ -227,7 +227,7 @@ class _Shares(OrderedLoader):
                     f"hvd.dataset(source): {_named(name)} is {array.dtype.name} of shape "
                     f"{array.shape[1:]} in an example, and {spec.dtype.name} of shape "
                     f"{tuple(spec.shape[1:])} in example 0. All examples need the same types and "
-                    "shapes; hvd.dataset(..., pad=0) fills up those of unequal length"
+                    "shapes; hvd.dataset(..., pad=0) pads examples of unequal length"
                 )
                 show_instead(error)
                 raise error

@@ -196,7 +196,7 @@ def _run_table(rows: list[dict[str, Any]], of: int) -> str:
         ]
         for row in rows
     ]
-    cut = f"The newest {_ROWS} of {of} runs, and those that go on." if of > len(rows) else ""
+    cut = f"The newest {_ROWS} of {of} runs, and those that still run." if of > len(rows) else ""
     if len(rows) == 1:
         return f'<h1>Runs</h1><section class="runs">{table(heads, cells)}</section>'
     for row, made in zip(rows, cells, strict=True):

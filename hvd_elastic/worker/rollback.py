@@ -132,7 +132,7 @@ class Rollback:
             warning = (
                 f"{call} is called several times in one loop body, or between two calls "
                 "of state.commit(). If a rank fails between these steps, the first of them stay, "
-                "so the result differs from that of an undisturbed training. Give "
+                "so the result differs from an undisturbed training. Give "
                 "DistributedOptimizer(..., several_steps=True), which undoes and repeats the whole "
                 "body"
             )

@@ -313,7 +313,7 @@ class Step:
         if len(orders) > 1:
             _refuse_data_sets(worker)
             raise ScriptError(
-                f"the ranks read different data sets, or one in different orders: "
+                f"the ranks read different datasets, or one in different orders: "
                 f"{'; '.join(orders.values())}. {_READ_ALIKE}"
             )
         each = "; ".join(
@@ -372,7 +372,7 @@ def _refuse_data_sets(worker: Worker) -> None:
         for digest, one, other in zip(worker.data_sets.digests, first, theirs, strict=False):
             if field := difference(one, other):
                 raise ScriptError(
-                    f"the ranks read different data sets: those of ranks 0 and {rank} differ in "
+                    f"the ranks read different datasets: those of ranks 0 and {rank} differ in "
                     f"{field!r} of {digest.words}. {ALIKE}"
                 )
 

@@ -79,7 +79,7 @@ class _Breakpoints:
                             connection.setblocking(True)
                             return connection
                         connection.close()
-            self._worker.warn(f"{place}: goes on from breakpoint(), since it is to leave the run")
+            self._worker.warn(f"{place}: continues from breakpoint(), since it is to leave the run")
             return None
 
 

@@ -119,7 +119,7 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
             trace = "Traceback:\n  x\nValueError: no"
             write(log, "script_failed", {"host": "n1", "local_rank": 0, "traceback": trace})
     done = call("status", "a")
-    assert "died: no live leader; go on with: hvd-elastic run --resume a" in done.out
+    assert "died: no live leader; resume with: hvd-elastic run --resume a" in done.out
     assert "worker n1:0: ValueError: no" in done.out
     assert "  the script failed in worker n1:0: ValueError: no\n" in done.out
 
@@ -296,7 +296,7 @@ def test_ctrl_c_detaches() -> None:
         assert folder.leader_alive()
     assert (process.returncode, err) == (
         0,
-        "detached; run live goes on. End it with: hvd-elastic stop live\n",
+        "detached; run live continues. End it with: hvd-elastic stop live\n",
     )
 
 
@@ -319,7 +319,7 @@ def test_stop_waits_for_the_end(call: Call) -> None:
             "run live: stopped after 12 steps",
             (
                 "its checkpoint is of step 10, so 2 steps will be done again; "
-                "go on with: hvd-elastic run --resume live"
+                "resume with: hvd-elastic run --resume live"
             ),
         ],
     )

@@ -30,6 +30,7 @@ from hvd_elastic.input.server import (
     undisturbed,
 )
 from tests.paths import LIMIT_S
+from tests.waiting import until
 
 CERTIFICATE = make_certificate()
 
@@ -123,15 +124,6 @@ def take(reader: InputReader, count: int) -> list[Any]:
     return found
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    changed = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        changed.wait(0.02)
-    raise AssertionError("not in 60 s")
-
-
 def test_the_rank_reads_itself_without_anybody_else(start: Any) -> None:
     reader = start(Source())
     reader.begin_epoch(3, passes(5))
@@ -171,9 +163,9 @@ def test_batches_are_the_same_in_the_same_order_whoever_reads_them(start: Any) -
     own = Source()
     reader = start(own, 2)
     reader.use([host.server])
-    wait_until(lambda: reader.helpers().number == 1)
+    until(lambda: reader.helpers().number == 1)
     reader.begin_epoch(1, passes(60))
-    wait_until(lambda: bool(host.source.read))
+    until(lambda: bool(host.source.read))
     assert take(reader, 60) == expected(1, 60)
     assert own.read == []  # in the rank itself
     host.close()
@@ -184,9 +176,9 @@ def test_no_more_is_read_ahead_than_a_few_batches_for_each_process(start: Any) -
     reader = start(Source())
     reader.use([host.server])
     reader.begin_epoch(0, passes(100))
-    wait_until(lambda: len(host.source.read) >= 4)
+    until(lambda: len(host.source.read) >= 4)
     assert take(reader, 1) == expected(0, 1)
-    wait_until(lambda: len(host.source.read) >= 5)
+    until(lambda: len(host.source.read) >= 5)
     assert len(host.source.read) <= 1 + 2 * 2
     host.close()
 
@@ -237,7 +229,7 @@ def test_the_rank_reads_itself_when_all_hosts_are_gone(start: Any) -> None:
     reader = start(own)
     reader.use([host.server])
     reader.begin_epoch(0, passes(30))
-    wait_until(lambda: bool(host.source.read))
+    until(lambda: bool(host.source.read))
     found = take(reader, 5)
     reader.use([])
     host.close()
@@ -251,14 +243,14 @@ def test_a_host_with_another_data_set_is_not_used(start: Any, warnings: list[str
     reader.use([host.server])
     reader.begin_epoch(0, passes(5))
     assert take(reader, 5) == expected(0, 5)
-    wait_until(lambda: bool(warnings))
+    until(lambda: bool(warnings))
     assert len(warnings) == 1
     assert "input host cpu1 is not used: its data set has 999 examples" in warnings[0]
     assert host.source.read == []
     mended = Host(Source(), "cpu1")
     reader.use([])
     reader.use([mended.server])
-    wait_until(lambda: reader.helpers().number == 1)
+    until(lambda: reader.helpers().number == 1)
     mended.close()
     host.close()
 
@@ -271,7 +263,7 @@ def test_a_host_whose_data_set_has_another_order_is_not_used(
     host, mine = Host(source, "cpu1"), Source()
     mine.fields = {"samples": 2}
     start(mine).use([host.server])
-    wait_until(lambda: bool(warnings))
+    until(lambda: bool(warnings))
     assert (
         "cpu1 is not used: its data set differs from that of this host in 'samples'" in warnings[0]
     )
@@ -294,7 +286,7 @@ def test_a_host_with_another_version_is_not_used(start: Any, warnings: list[str]
     reader = start(Source())
     port = listener.getsockname()[1]
     reader.use([InputServer("cpu1", "127.0.0.1", port, CERTIFICATE)])
-    wait_until(lambda: bool(warnings))
+    until(lambda: bool(warnings))
     assert "input host cpu1 is not used: it has hvd_elastic 0.0.1" in warnings[0]
     listener.close()
 
@@ -310,7 +302,7 @@ def test_a_transform_that_fails_only_there_costs_the_host(start: Any, warnings: 
     reader = start(Source())
     reader.use([host.server])
     reader.begin_epoch(0, passes(20))
-    wait_until(lambda: bool(source.read))
+    until(lambda: bool(source.read))
     assert take(reader, 20) == expected(0, 20)
     assert len(warnings) == 1
     assert "cpu1 is not used: it cannot read what this host can" in warnings[0]
@@ -327,7 +319,7 @@ def test_a_link_slower_than_reading_here_is_told_and_not_used(
     host = Host(far, "cpu1")
     reader = start(own)
     reader.use([host.server])
-    wait_until(lambda: reader.helpers().number == 1)
+    until(lambda: reader.helpers().number == 1)
     reader.begin_epoch(0, passes(120))
     assert take(reader, 120) == expected(0, 120)
     assert len(warnings) == 1
@@ -342,7 +334,7 @@ def test_a_host_as_slow_as_the_rank_alone_is_used(start: Any, warnings: list[str
     host = Host(far)
     reader = start(own)
     reader.use([host.server])
-    wait_until(lambda: reader.helpers().number == 1)
+    until(lambda: reader.helpers().number == 1)
     reader.begin_epoch(0, passes(75))
     assert take(reader, 75) == expected(0, 75)
     assert warnings == []
@@ -376,7 +368,7 @@ def test_compressed_batches_are_the_same(start: Any, monkeypatch: pytest.MonkeyP
     host, own = Host(Source()), Source()
     reader = start(own)
     reader.use([host.server])
-    wait_until(lambda: reader.helpers().number == 1)
+    until(lambda: reader.helpers().number == 1)
     reader.begin_epoch(1, passes(30))
     assert take(reader, 30) == expected(1, 30)
     assert own.read == []
@@ -390,7 +382,7 @@ def test_threads_with_nothing_to_ask_for_do_not_wake_each_other(
     hosts = [Host(Source(), f"h{n}") for n in range(2)]
     reader = start(Source())
     reader.use([host.server for host in hosts])
-    wait_until(lambda: reader.helpers().number == 2)
+    until(lambda: reader.helpers().number == 2)
     looks: list[None] = []
     take_one = Requests.take_request
 
@@ -400,7 +392,7 @@ def test_threads_with_nothing_to_ask_for_do_not_wake_each_other(
 
     monkeypatch.setattr(Requests, "take_request", counted)
     reader.begin_epoch(0, passes(2))
-    wait_until(lambda: sum(len(host.source.read) for host in hosts) == 2)
+    until(lambda: sum(len(host.source.read) for host in hosts) == 2)
     time.sleep(0.3)
     assert len(looks) < 50
     for host in hosts:
@@ -447,7 +439,7 @@ def test_a_frozen_host_is_not_waited_for_without_others(start: Any, warnings: li
     own = Source()
     reader = start(own)
     reader.use([host.server])
-    wait_until(lambda: reader.helpers().number == 1)
+    until(lambda: reader.helpers().number == 1)
     reader.begin_epoch(0, passes(200))
     found = take(reader, 8)
     stuck.before = go_on.wait  # type: ignore[assignment]
@@ -468,7 +460,7 @@ def test_all_processes_of_a_frozen_host_are_given_up_at_once(
     hosts = [Host(stuck, "h") for _ in range(3)]
     reader = start(Source())
     reader.use([host.server for host in hosts])
-    wait_until(lambda: reader.helpers().number == 3)
+    until(lambda: reader.helpers().number == 3)
     taken: list[Any] = []
     reader.begin_epoch(0, passes(12))
     reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
@@ -487,7 +479,7 @@ def test_little_is_read_ahead_of_large_batches(start: Any, monkeypatch: pytest.M
     hosts = [Host(source, f"h{n}") for n, source in enumerate(sources)]
     reader = start(Source())
     reader.use([host.server for host in hosts])
-    wait_until(lambda: reader.helpers().number == 8)
+    until(lambda: reader.helpers().number == 8)
     reader.begin_epoch(0, passes(100))
     found = take(reader, 20)  # by then the size of a batch is known
     before = sum(len(source.read) for source in sources)
@@ -508,7 +500,7 @@ def test_a_process_of_its_own_that_is_killed_is_told_and_replaced_by_the_rank(
     os.kill(reader.pids()[0], signal.SIGKILL)
     found += take(reader, 16)
     assert found == expected(0, 20)
-    wait_until(lambda: len(warnings) == 1)
+    until(lambda: len(warnings) == 1)
     assert warnings[0].startswith("a loader process has ended")
 
 
@@ -575,7 +567,7 @@ def test_a_rank_with_enough_batches_ahead_holds_requests_back(start: Any) -> Non
     host = Host(Source())
     reader = start(Source())
     reader.use([host.server])
-    wait_until(lambda: reader.helpers().number == 1)
+    until(lambda: reader.helpers().number == 1)
     reader.begin_epoch(0, passes(60))
     for _ in range(20):  # as a step that takes longer than to read a batch
         take(reader, 1)

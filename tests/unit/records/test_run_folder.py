@@ -208,7 +208,7 @@ def test_a_leader_that_is_deaf_or_gone(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"its leader died; .*--resume a"):
             folder.ask_leader("stop")
         folder.write_run({"resume": "its program again"})  # of an engine that alone has hosts
-        with pytest.raises(RunError, match="its leader died; go on with: its program again"):
+        with pytest.raises(RunError, match="its leader died; resume with: its program again"):
             folder.ask_leader("stop")
         write(log, "run_finished", {"status": "succeeded"})
         with pytest.raises(RunError, match="it has succeeded"):

@@ -13,7 +13,7 @@ from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.planner import Planner
 from tests.unit.torch.test_several_optimizers import Recording, hand_out, linear, sgd
 
-WORDS = "the gradient of 'weight' holds that of an earlier batch"
+WORDS = "the gradient of 'weight' holds the gradient of an earlier batch"
 
 
 @pytest.fixture(params=[1, 2])

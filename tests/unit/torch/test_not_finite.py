@@ -320,7 +320,7 @@ class Layers(nn.Module):
             3e38,
             1.0,
             1.0,
-            "the first outputs that are not finite are those of 'model.first' (Linear)",
+            "the first outputs that are not finite come from 'model.first' (Linear)",
         ),
         (1.0, 1.0, math.inf, "become so in the loss or backward from it"),
     ],
