@@ -34,7 +34,7 @@ from hvd_elastic.virtual import VirtualCluster
 
 START_S = 180.0
 BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-PACKAGES = ("etcd-server", "kubernetes-client")
+PACKAGES = ("etcd-server", "kubernetes-client", "libfaketime")
 TOOLS = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
 _BUILD = r"""
 set -e
@@ -49,7 +49,7 @@ apt-get $apt update
 apt-get $apt download $PACKAGES $TOOLS
 apt-get $apt --download-only source kubernetes
 for each in *.deb; do dpkg -x "$each" go; done
-cp go/usr/bin/etcd go/usr/bin/kubectl bin/
+cp go/usr/bin/etcd go/usr/bin/kubectl go/usr/lib/*/faketime/libfaketimeMT.so.1 bin/
 dpkg-source -x kubernetes_*.dsc k8s
 # The vendored one panics with this Go.
 rm -r k8s/vendor/github.com/modern-go/reflect2
@@ -227,7 +227,8 @@ class ControlPlane:
     def _make_files(self) -> None:
         names = f"subjectAltName=IP:{self.address},IP:127.0.0.1"
         (self.folder / "names").write_text(names)
-        (self.folder / "tokens.csv").write_text('admin,admin,1,"system:masters"\n')
+        users = 'admin,admin,1,"system:masters"\nnobody,nobody,2\n'
+        (self.folder / "tokens.csv").write_text(users)
         user = {"name": "admin", "user": {"token": "admin"}}
         server = f"https://{self.address}:{self.port}"
         cluster = {"server": server, "certificate-authority": str(self.folder / "ca.crt")}
@@ -301,6 +302,10 @@ exec "$@"
 """Mounts pairs of a source and a target, and then runs a command in a folder."""
 
 
+_MEMORY = Path("/sys/fs/cgroup/memory")
+"""Control groups for memory (version 1)."""
+
+
 class Nodes:
     """Virtual hosts as nodes: registers them, and runs the pods that are bound to them.
 
@@ -309,7 +314,8 @@ class Nodes:
     Args:
         control: the control plane.
         cluster: the virtual hosts.
-        images: images that can be pulled; all of them are this machine's files.
+        images: images that can be pulled; all of them are this machine's files. Where one is named
+            ``bare``, its programs are not on the ``PATH``.
         gpus: what each node has of ``nvidia.com/gpu``.
     """
 
@@ -326,9 +332,14 @@ class Nodes:
         text = _KUBECTL.format(**words, pods=control.folder / "pods")
         (self.bin / "kubectl").write_text(text)
         (self.bin / "kubectl").chmod(0o755)
+        self.clocks: dict[str, str] = {}
+        """How far the clocks of nodes are ahead in new pods, by host, such as ``+1h``."""
+        self.left_s: dict[str, float] = {}
+        """Time from SIGTERM to the end of each pod that has got it, by name [s]."""
         self._pods: dict[str, _Pod] = {}
         self._beat_at: dict[str, float] = {}
         self._over = threading.Event()
+        self.pod_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
     def __enter__(self) -> Self:
@@ -344,6 +355,22 @@ class Nodes:
         for pod in self._pods.values():
             pod.end()
 
+    @property
+    def has_memory_groups(self) -> bool:
+        """Whether pods have no more memory than their limit."""
+        return os.access(_MEMORY / "memory.limit_in_bytes", os.W_OK)
+
+    def use_memory(self, name: str, size: int) -> None:
+        """Use so many bytes of a pod's memory, in a process of the pod that is killed for it."""
+        (pod,) = (p for p in self._pods.values() if p.manifest["metadata"]["name"] == name)
+        code = f"bytearray({size}); print('there is no limit')"
+        done = subprocess.run(
+            ["sh", "-c", f"echo $$ >{pod.group}/cgroup.procs && exec {sys.executable} -c '{code}'"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == -signal.SIGKILL, done
+
     def hosts_text(self) -> str:
         """Return /etc/hosts of the pods: the names of services, which a DNS would have."""
         lines = ["127.0.0.1 localhost"]
@@ -358,7 +385,9 @@ class Nodes:
         return "\n".join(lines) + "\n"
 
     def _run(self) -> None:
-        while not self._over.wait(0.25):
+        while not self._over.is_set():
+            self.pod_ended.wait(0.25)
+            self.pod_ended.clear()
             with contextlib.suppress(OSError):  # the API server may be away
                 self._beat()
                 self._bind_claims()
@@ -471,9 +500,11 @@ class _Pod:
         self.hosts = self._folder / "hosts"
         self.log = self._folder / "log"
         self.pid = self._folder / "pid"
+        self.group = _MEMORY / f"hvd-elastic-pod-{of['uid']}"
         self._process: subprocess.Popen[str] | None = None
         self._end_at: float | None = None
         self._ended = False
+        self._signalled_at: float | None = None
 
     @property
     def runs(self) -> bool:
@@ -494,15 +525,19 @@ class _Pod:
             self._ended = True
             code = 128 - status if status < 0 else status
             said = self.log.read_text(errors="replace")[-2000:] if code else ""
-            end = {"exitCode": code, "reason": "Error" if code else "Completed", "message": said}
+            reason = "OOMKilled" if self._lacked_memory() else "Error" if code else "Completed"
+            end = {"exitCode": code, "reason": reason, "message": said}
             end |= {"startedAt": self._since, "finishedAt": _now()}
             phase = "Failed" if code else "Succeeded"
             self._nodes.tell(manifest, phase, {"terminated": end})
+        elif not self._ended and self._lacked_memory():
+            self.kill()  # all of it, as Kubernetes does from 1.28 on
         if going and self._ended:
             self._nodes.forget(manifest)
         elif going and self._end_at is None:
             grace_s = manifest["metadata"].get("deletionGracePeriodSeconds") or 0
             self._end_at = time.monotonic() + grace_s
+            self._signalled_at = time.monotonic()
             self._signal(signal.SIGTERM if grace_s else signal.SIGKILL)
         elif going and time.monotonic() > (self._end_at or 0.0):
             self.kill()
@@ -516,6 +551,22 @@ class _Pod:
         if self._process is not None:
             self._process.kill()  # with it what it has begun
             self._process.wait()
+        with contextlib.suppress(OSError):
+            self.group.rmdir()
+
+    def _limit_memory(self, limit: str) -> list[str]:
+        """Make a control group with a limit; return words that have what follows run in it."""
+        if not limit or not self._nodes.has_memory_groups:
+            return []
+        self.group.mkdir(exist_ok=True)
+        (self.group / "memory.limit_in_bytes").write_text(limit)
+        return ["sh", "-c", f'echo $$ >{self.group}/cgroup.procs; exec "$@"', "sh"]
+
+    def _lacked_memory(self) -> bool:
+        """Return whether a process of the pod was killed because of the pod's limit."""
+        with contextlib.suppress(OSError):
+            return "oom_kill 0" not in (self.group / "memory.oom_control").read_text()
+        return False
 
     def _signal(self, number: int) -> None:
         pid = self._first()
@@ -554,20 +605,28 @@ class _Pod:
         environment = {"PATH": path, "HOME": "/root", "TMPDIR": "/run"}  # of the pod alone
         environment["KUBERNETES_SERVICE_HOST"] = self._nodes.control.address
         environment["KUBERNETES_SERVICE_PORT"] = str(self._nodes.control.port)
+        if ahead := self._nodes.clocks.get(spec["nodeName"]):
+            environment["LD_PRELOAD"] = str(programs() / "libfaketimeMT.so.1")
+            environment |= {"FAKETIME": ahead, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
         for each in container.get("env", ()):
             environment[each["name"]] = each.get("value", of["name"])
         argv = [*container.get("command", ()), *container.get("args", ())]
+        if "/bare:" in container["image"]:
+            argv = ["sh", "-c", 'PATH=/nowhere; exec "$@"', "sh", *argv]
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         where = container.get("workingDir", "/")
+        limit = container.get("resources", {}).get("limits", {}).get("memory", "")
+        limited = self._limit_memory(limit)
         with self.log.open("wb") as log:
             self._process = self._nodes.cluster.popen_on(
                 spec["nodeName"],
-                [*apart, "sh", "-c", _POD, "sh", *mounts, "--", where, *argv],
+                [*limited, *apart, "sh", "-c", _POD, "sh", *mounts, "--", where, *argv],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+        threading.Thread(target=self._await_end, args=(self._process,), daemon=True).start()
         self._since = _now()
         deadline = time.monotonic() + START_S
         while self._process.poll() is None and time.monotonic() < deadline:
@@ -578,6 +637,13 @@ class _Pod:
                     break
             time.sleep(0.02)
         self._nodes.tell(self.manifest, "Running", {"running": {"startedAt": self._since}})
+
+    def _await_end(self, process: subprocess.Popen[str]) -> None:
+        process.wait()
+        if self._signalled_at is not None:
+            left_s = time.monotonic() - self._signalled_at
+            self._nodes.left_s[self.manifest["metadata"]["name"]] = left_s
+        self._nodes.pod_ended.set()
 
     def _source(self, volume: Mapping[str, Any]) -> Path:
         """Return the folder with the content of a volume."""

@@ -126,7 +126,7 @@ class InputReader:
         with self._change:
             failed = self._requests.was_read_here()
             if request.is_trial:
-                self._judge(alone_s)
+                self._compare(alone_s)
             self._change.notify_all()
         if failed is not None:
             self._cannot_read(failed[0].host, failed[1])
@@ -154,12 +154,11 @@ class InputReader:
         rate = sum(1 / max(thread.batch_s, 1e-6) for thread in connected)
         return 1 / rate if rate > 0 else math.inf
 
-    def _judge(self, alone_s: float) -> None:
+    def _compare(self, alone_s: float) -> None:
         """Stop using the input hosts if all together are slower than the rank alone."""
-        hosts_s = self._hosts_batch_s
-        if self._times.is_slower(hosts_s, alone_s):
+        if why := self._times.compare(self._hosts_batch_s, alone_s):
             for host in {thread.host for thread in self._threads.values()}:
-                self.no_use(host, self._times.why_slower(hosts_s, alone_s))
+                self.no_use(host, why)
 
     def _cannot_read(self, host: str, error: str) -> None:
         if host:

@@ -41,7 +41,8 @@ _NOT_STARTED = 127
 """Exit status of a worker that could not be started, as shells have it."""
 _SIGNALLED_S = 0.5
 """Age of a host's notice at which it is acted upon [s]: where one signal reaches host, leader and
-all that belongs to a job, they have heard of it by then, in any order."""
+all that belongs to a job, they have heard of it by then, in any order. Zero where the leader does
+not stop at that signal."""
 
 
 class Reports:
@@ -68,7 +69,8 @@ class Reports:
 
     def drain_noticed_hosts(self, now: float) -> None:
         """Drain the hosts that have given notice, unless the run stops; called often."""
-        due = [each for each in self._notices if now >= each[0] + _SIGNALLED_S]
+        age_s = _SIGNALLED_S if self._stopping.hears_sigterm else 0.0
+        due = [each for each in self._notices if now >= each[0] + age_s]
         del self._notices[: len(due)]
         if self._stopping.cause is not None:
             return  # with a checkpoint of all that train, which must not leave before

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ def watch_hardware() -> None:
 def _read_log_and_memory() -> dict[str, Any]:
     """Return faults of memory and those in the kernel's log; None where not known."""
     log = _kernel_log()
-    xids = [] if log is None else _XID.findall(log)
+    xids = Counter(_XID.findall(log or ""))
+    told = [[bus, int(xid), text, times] for (bus, xid, text), times in xids.items()]
     return {
-        "xids": None if log is None else [[bus, int(xid), text] for bus, xid, text in xids],
+        "xids": None if log is None else told,
         "machine_checks": None if log is None else len(_MACHINE_CHECK.findall(log)),
         "machine_checks_uncorrected": None if log is None else len(_UNCORRECTED.findall(log)),
         "memory_uncorrected": _edac("ue_count"),

@@ -19,8 +19,6 @@ _HEAT, _POWER = 0x20 | 0x40, 0x80
 _XID_EVENTS = 0x8
 _MOST_EVENTS = 1000
 """Xid events that are read at a look: some faults give them without end."""
-_MOST_ALIKE = 10_000
-"""Xid events of one kind of a GPU that are told: each answer has all of them."""
 _RECOVERY_ACTION = 230
 _ACTIONS = ("", "Reset", "Reboot", "Drain P2P", "Drain and Reset")
 
@@ -64,7 +62,7 @@ class NvmlFaults:
     def __init__(self, library: str = LIBRARY) -> None:
         self._nvml = nvml = Nvml(library)
         self._held_down: dict[int, set[str]] = {}
-        self._xids: Counter[tuple[str, int, str]] = Counter()
+        self._xids: Counter[tuple[str, int]] = Counter()
         self._events = ctypes.c_void_p()
         if nvml.handles and not nvml.ask("nvmlEventSetCreate", ctypes.byref(self._events)):
             for handle in nvml.handles:
@@ -78,16 +76,15 @@ class NvmlFaults:
         """Return the faults of each GPU."""
         return [self._read(index, handle) for index, handle in enumerate(self._nvml.handles)]
 
-    def xids(self) -> list[tuple[str, int, str]]:
-        """Return bus and number of all Xid events so far."""
+    def xids(self) -> list[tuple[str, int, str, int]]:
+        """Return bus, number and text of the Xid events so far, and how often each came."""
         data = ctypes.create_string_buffer(32)
         for _ in range(_MOST_EVENTS if self._events.value else 0):
             if self._nvml.ask("nvmlEventSetWait_v2", self._events, data, 0):
                 break
             device, _, number, _, _ = struct.unpack("PQQII", data.raw)
-            event = self._bus(ctypes.c_void_p(device)), number, ""
-            self._xids[event] = min(self._xids[event] + 1, _MOST_ALIKE)
-        return [*self._xids.elements()]
+            self._xids[self._bus(ctypes.c_void_p(device)), number] += 1
+        return [(bus, number, "", times) for (bus, number), times in self._xids.items()]
 
     def _read(self, index: int, handle: ctypes.c_void_p) -> dict[str, Any]:
         nvml = self._nvml

@@ -306,6 +306,8 @@ def test_each_host_has_an_input_of_its_own(tools: Tools, tmp_path: Path) -> None
         result = tools("runclust", *arguments, pattern, "cat")
         assert result.returncode == 2
         assert message in result.stderr
+    result = tools("runclust", *arguments, f"{tmp_path}/of {{host}}", "-n", "cat")
+    assert (result.returncode, "--no-stdin none: give one" in result.stderr) == (2, True)
 
 
 def set_lines(terminal: int, lines: int) -> None:

@@ -54,6 +54,9 @@ def test_a_file_of_each_host_is_fetched(tools: Tools, tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "No such file" in result.stderr
     assert [path.name for path in (logs / "node1").iterdir()] == [source.name]
+    other = [str(source), str(tmp_path / "other"), *arguments[2:]]
+    assert tools("copyclust", str(tools.hostfile), *other).returncode == 1
+    assert [*(tmp_path / "other").iterdir()] == [], "a host that failed has no folder"
     for more, message in [
         (["--delete"], "--delete does not go with --from-each"),
         (["--hosts", "node1", "x"], "give SRC, a file of each host, and DST"),

@@ -98,6 +98,8 @@ def run(
 
       runclust hosts --hosts gpu3 --pty htop
     """
+    if stdin_each is not None and no_stdin:
+        raise UsageError("--stdin-each gives the command an input, --no-stdin none: give one")
     text = join_command(command)
     how = HowToRun(_read_environment(env or ()), cwd or "", sudo)
     if chosen.dry_run:

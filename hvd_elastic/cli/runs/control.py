@@ -207,7 +207,7 @@ def _wait_until_drained(
             match event:
                 case RunFinished():
                     return True
-                case HostDrained(host=drained) if drained == host:
+                case HostDrained(host=drained) if drained.lower() == host.lower():
                     return True
         if not alive:
             folder.need_leader("drain")

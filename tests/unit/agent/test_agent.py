@@ -593,9 +593,10 @@ def test_workers_outlive_the_leader_for_the_grace_time_and_no_longer(
     agent.start_worker()
     agent.said_by_worker("ready")
     (worker,) = agent.marked()
+    lost_at = time.monotonic()
     lose_leader(agent)
-    with pytest.raises(psutil.TimeoutExpired):
-        worker.wait(0.5)
+    worker.wait(TIMEOUT_S)
+    assert time.monotonic() - lost_at >= 1.0
     agent.wait_clean()
     assert agent.process.wait(TIMEOUT_S) == 0
 

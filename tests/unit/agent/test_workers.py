@@ -143,11 +143,12 @@ def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
 
 
 DIVIDED = """
-import os, time
+import fcntl, os, struct, termios, time
 text = "字".encode()
 for piece in (text[:2], text[2:] + b"\\xff|", text[:1]):
     os.write(1, piece)
-    time.sleep(0.3)
+    while struct.unpack("i", fcntl.ioctl(1, termios.FIONREAD, bytes(4)))[0]:  # until it was read
+        time.sleep(0.01)
 """
 
 

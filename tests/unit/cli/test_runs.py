@@ -409,6 +409,10 @@ def test_drain(call: Call) -> None:
             (("n2", "--undo"), "of the cluster do: hvd-elastic undrain n2"),
             (("n2", "--reason", "a\nb"), "it is one line of text"),
             (("n2", "--reason", " "), "it is one line of text"),
+            (
+                ("n2", "--reason", "a" * 201),
+                "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…' is not valid",
+            ),
             (("n2", "--reason", "a", "--at", "noon"), "--at takes a time such as 22:00"),
             (("n2", "--reason", "a", "--at", "2020-01-01 22:00"), "is over"),
             (("n2", "--reason", "a", "--at", "22:00", "--in", "2h"), "give one of them"),
@@ -417,8 +421,8 @@ def test_drain(call: Call) -> None:
             wrong = call("drain", *arguments)
             assert wrong.status == 2
             assert message in wrong.err
-        done = call("drain", "live", "n2", "--in", "90s")
-        assert done.out == "nothing of run live is left on host n2\n"
+        done = call("drain", "live", "N2", "--in", "90s")
+        assert done.out == "nothing of run live is left on host N2\n"
         assert "draining     n2: drained (asked to)\n" in call("status", "live").out
         found = call("status", "live", "--json").json["draining"]
         assert (found["n2"]["leave_in_s"], found["n2"]["empty"]) == (90.0, True)
@@ -427,7 +431,7 @@ def test_drain(call: Call) -> None:
         assert call("status", "live", "--json").json["draining"] == {}
         assert call("discover", "live").out == "n1:1\nn2:2\n"
     assert asked == [
-        {"host": "n2", "leave_in_s": 90.0, "undo": False},
+        {"host": "N2", "leave_in_s": 90.0, "undo": False},
         {"host": "n2", "leave_in_s": None, "undo": True},
     ]
 

@@ -131,6 +131,13 @@ def test_a_network_that_does_not_answer_is_told_once_while_pip_tries_again(tmp_p
     assert done.startswith("Installing torch: done")
 
 
+def test_a_full_disk_of_the_log_does_not_hide_why_the_program_failed():
+    run_quietly(python("print('x' * 100_000)"), label="Working", log=Path("/dev/full"))
+    program = python("print('x' * 100_000); exit('No space left on device')")
+    with pytest.raises(BuildError, match="failed with status 1: the disk is full"):
+        run_quietly(program, label="Working", log=Path("/dev/full"))
+
+
 def test_a_program_that_is_not_there_is_named(tmp_path):
     with pytest.raises(BuildError, match="no-such-program"):
         run_quietly(["no-such-program"], label="Working", log=tmp_path / "log")

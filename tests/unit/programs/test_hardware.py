@@ -52,7 +52,7 @@ def test_what_is_read_on_a_host(
     monkeypatch.setattr(hardware, "EDAC", tmp_path)
     found = read_hardware()
     assert [gpu["held_down_by"] for gpu in found["gpus"]] == [[], ["its power supply"], []]
-    buses = [(bus, xid) for bus, xid, _ in found["xids"]]
+    buses = [(bus, xid) for bus, xid, *_ in found["xids"]]
     assert buses == [("0000:18:00", 79), ("0000:19:00", 31), ("0018:01:00", 149)]
     assert " Fatal " in found["xids"][2][2]
     assert (found["machine_checks"], found["machine_checks_uncorrected"]) == (2, 2)
@@ -137,11 +137,13 @@ def test_faults_of_gpus_by_nvml(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert faulty == {**WELL, **expected}, "clocks that are held down for a moment are normal"
     assert gpus.read()[1]["held_down_by"] == ["its power supply"]
     assert lost["lost"]
-    assert gpus.xids() == [("00000000:19:00.0", 79, "")]
-    assert gpus.xids() == [("00000000:19:00.0", 79, "")], "those so far"
-    monkeypatch.setattr("hvd_elastic.programs.nvml._MOST_ALIKE", 3)
-    ctypes.c_int.in_dll(ctypes.CDLL(str(nvml)), "events").value = 100
-    assert gpus.xids() == [("00000000:19:00.0", 79, "")] * 3, "not all of a flood"
+    assert gpus.xids() == [("00000000:19:00.0", 79, "", 1)]
+    assert gpus.xids() == [("00000000:19:00.0", 79, "", 1)], "those so far"
+    ctypes.c_int.in_dll(ctypes.CDLL(str(nvml)), "events").value = 50_000
+    for times in (1001, 2001):
+        assert gpus.xids() == [("00000000:19:00.0", 79, "", times)], "a part of a flood at a time"
+    monkeypatch.setattr("hvd_elastic.programs.nvml._MOST_EVENTS", 50_000)
+    assert gpus.xids() == [("00000000:19:00.0", 79, "", 50_001)], "and none is lost"
     assert NvmlFaults("libno-such-library.so.1").read() == []
 
 
@@ -159,4 +161,4 @@ def test_the_process_tells_of_the_hardware_until_its_input_ends(nvml: Path, tmp_
         assert process.stdout.read() == b""
     assert process.returncode == 0
     assert [gpu["lost"] for gpu in found["gpus"]] == [False, False, True]
-    assert found["xids"] == [["00000000:19:00.0", 79, ""]], "also without the kernel's log"
+    assert found["xids"] == [["00000000:19:00.0", 79, "", 1]], "also without the kernel's log"

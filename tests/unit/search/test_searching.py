@@ -42,7 +42,7 @@ class Played:
         self.queue = JobQueue(store, lambda *_: None)
         host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="", known={})
         self._requests = QueueRequests(
-            self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
+            self.place, (), (self.queue, store), (host,) * 5, host,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
             has_keeper=lambda _: True, limit_rows=dict,
         )  # fmt: skip

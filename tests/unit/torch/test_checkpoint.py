@@ -14,6 +14,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hvd_elastic.torch as hvd
 from hvd_elastic import __version__
 from hvd_elastic.checkpoint import stream
 from hvd_elastic.checkpoint.manifests import (
@@ -42,8 +44,9 @@ from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
 from hvd_elastic.torch import checkpoint
 from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint
+from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.progress import Progress
-from tests.paths import ALL, WORKER_PYTHONPATH
+from tests.paths import ALL, LIMIT_S, WORKER_PYTHONPATH
 from tests.small_disk import mounted
 
 
@@ -559,6 +562,46 @@ def test_training_goes_on_while_parameters_are_copied_and_a_step_waits(
     assert not told.errors
     assert weight[0] == 2
     assert torch.equal(read(tmp_path, told), torch.ones(1000))
+
+
+@pytest.mark.parametrize(
+    "wrapped", [hvd.DistributedOptimizer, partial(hvd.LocalOptimizer, every=2)]
+)
+def test_a_step_of_either_optimizer_waits_for_the_copy(
+    wrapped: Any, alone: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, told = Slow(monkeypatch), Told()
+    writer = told.writer(tmp_path)
+    settle = writer.settle
+
+    def let_go_and_wait() -> None:
+        slow.go_on.set()
+        settle()
+
+    monkeypatch.setattr(writer, "settle", let_go_and_wait)
+    model = torch.nn.Linear(2, 1)
+    before = [each.detach().clone() for each in model.parameters()]
+    optimizer: Any = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: Any = hvd.DataLoader(torch.ones(8, 2), 4)
+
+    @hvd.run
+    def train(_: Any) -> None:
+        alone.checkpoints._writer = writer
+        for batch in hvd.steps(2, loader):
+            if not slow.begun.is_set():
+                alone.checkpoints.take_checkpoint()  # returns although nothing can be copied
+                assert slow.begun.wait(LIMIT_S)
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            slow.go_on.set()  # too late
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert writer.flush(LIMIT_S)
+    assert not told.errors
+    written = load_checkpoint(complete_checkpoint(tmp_path, told.done[:1], 9).path)
+    assert [*map(torch.equal, before, written["objects"]["model"].values())] == [True, True]
+    assert not torch.equal(before[0], model.weight)
 
 
 def test_what_may_change_at_any_time_is_copied_at_once(tmp_path: Path) -> None:
