@@ -40,7 +40,7 @@ class InputReader:
         self._processes = processes
         self._warn = warn
         self._change = threading.Condition()
-        """Held for all that follows; notified when a thread or the rank may go on."""
+        """Held for all that follows; notified when a thread or the rank may continue."""
         self._threads: dict[InputServer | int, AskingThread] = {}
         self._locals: list[LocalReader] = []
         self._requests = Requests()
@@ -87,7 +87,7 @@ class InputReader:
 
         Raises:
             StopIteration: the epoch is over.
-            Exception: what the script's data set raised, also in this process.
+            Exception: what the script's dataset raised, also in this process.
         """
         with self._change:
             self._times.rank_asks(time.perf_counter())

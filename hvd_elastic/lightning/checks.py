@@ -69,7 +69,7 @@ def check_script(trainer: Any) -> None:
 
 
 def refuse_checkpoint(path: Any) -> None:
-    """Raise ScriptError for a file that training is to go on from."""
+    """Raise ScriptError for a file that training is to continue from."""
     raise ScriptError(
         f"trainer.fit(ckpt_path={str(path)!r}): a run resumes where it was with hvd-elastic run "
         "--resume RUN, on any number of hosts. To begin with the weights of a file: "

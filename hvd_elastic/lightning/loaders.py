@@ -79,7 +79,7 @@ def training_loader(loader: Any, as_on: int, options: Mapping[str, Any]) -> Any:
 
 
 class EvaluationLoader:
-    """Gives each rank a part of the examples, anew in each iteration, since ranks may change.
+    """Gives each rank a part of the examples, again in each iteration, since ranks may change.
 
     All ranks have the same number of batches where each has an example for each; else a rank has
     one batch less. Outside of training each process reads everything.

@@ -212,7 +212,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """Return the command with which the run goes on, or what else does it."""
+        """Return the command with which the run continues, or what else does it."""
         verb = "slurm submit" if self.is_submitted else "run"
         return self.read_run().get("resume") or f"hvd-elastic {verb} --resume {self.run_id}"
 

@@ -308,7 +308,7 @@ def state_words(
 
     Args:
         until: time until which the hosts train on without a leader [Unix s].
-        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
+        resume: command with which it continues; empty: ``hvd-elastic run --resume``.
     """
     resume = resume or f"hvd-elastic run --resume {summary.run_id}"
     words = {
@@ -437,7 +437,7 @@ def status_rows(
     Args:
         until: time until which the hosts train on without a leader [Unix s].
         now: present time [Unix s].
-        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
+        resume: command with which it continues; empty: ``hvd-elastic run --resume``.
     """
     failure = checkpoint = ""
     plan = summary.batch_plan

@@ -148,7 +148,7 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
 
 
 def _end_as_killed(worker: Worker, killed: str) -> NoReturn:
-    """End this process as if it had been killed itself: the others go on, and it is replaced.
+    """End this process as if it had been killed itself: the others continue, and it is replaced.
 
     Else its error would count as one of the script, and end the run on all hosts.
     """
@@ -272,7 +272,7 @@ def _steps(count: int, loader: Loader[Batch]) -> Iterator[Batch]:
 def stop(reason: str) -> None:
     """End training early, on all ranks after the same step; any rank may call it.
 
-    The call returns at once, and the script goes on as before. The ranks learn of it with the
+    The call returns at once, and the script continues as before. The ranks learn of it with the
     gradients of a step, at the latest the next one, or where ``epochs()`` turns to the next epoch.
     Then the loops over the loader, ``epochs()`` and ``steps()`` end on all of them, and the code
     after the loops runs. The run has succeeded; its records tell the reason.

@@ -42,7 +42,7 @@ _WHERE = (
 
 
 class TensorFlowInference(Inference):
-    """See the base class; a data set is what :func:`hvd_elastic.tensorflow.dataset` takes."""
+    """See the base class; a dataset is what :func:`hvd_elastic.tensorflow.dataset` takes."""
 
     state = State
     load_model = staticmethod(load_model)

@@ -24,7 +24,7 @@ from hvd_elastic.views.page import cell, escape, progress_bar, read_asset, table
 from hvd_elastic.views.report import status_tone
 
 _ROWS = 100
-"""Most runs on the first page, besides those that go on."""
+"""Most runs on the first page, besides those that continue."""
 _READABLE_S = 600.0
 """Time for which the figures of a run that has ended can be read [s]: so that a scraper that comes
 once in a few minutes sees how it ended."""

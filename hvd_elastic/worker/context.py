@@ -488,7 +488,7 @@ class Context:
         self.refuse_open_period()
         worker, step = self.worker, self.step
         if step.ahead is not None and step.ahead.epoch > epoch:
-            return  # a step of several batches goes on in the next epoch
+            return  # a step of several batches continues in the next epoch
         if step.ahead is not None:  # the loop was left within such a step
             self.step_failed()
         self.mark_consumed()
@@ -570,7 +570,7 @@ class Context:
         """Call the step off on all ranks, since a pass did not fit into this rank's memory.
 
         Returns:
-            Whether training can go on, with smaller passes.
+            Whether training can continue, with smaller passes.
         """
         averagers, step = self.worker.averagers, self.step
         if not averagers or step.stage is not Stage.BEGUN or step.has_told:

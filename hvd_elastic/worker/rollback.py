@@ -220,7 +220,7 @@ class Rollback:
         its effect already, so the state is restored to what it was in the loop, or after it.
 
         Args:
-            in_step: a step of several batches goes on, which began in an earlier loop: a failure
+            in_step: a step of several batches continues, which began in an earlier loop: a failure
                 goes back to its beginning, so nothing is saved.
         """
         worker = self._worker

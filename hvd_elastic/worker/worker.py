@@ -64,7 +64,7 @@ class DataSets:
     digests: list[DataDigest] = field(default_factory=list)
 
     def described(self) -> str:
-        """Return what is compared of the data sets; see :attr:`Progress.data`."""
+        """Return what is compared of the datasets; see :attr:`Progress.data`."""
         return json.dumps([digest.described() for digest in self.digests])
 
 
@@ -114,7 +114,7 @@ class Worker:
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
-        data_sets: data sets of the script's loaders.
+        data_sets: datasets of the script's loaders.
         generators: global generators of random numbers.
         in_train: whether the training function runs.
         saves: files that the script has saved.

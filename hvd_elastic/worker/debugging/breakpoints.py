@@ -22,8 +22,8 @@ def install_breakpoints(worker: Worker) -> None:
     """Have ``breakpoint()`` wait for a user; ``PYTHONBREAKPOINT`` of the user's stays.
 
     ``pdb.set_trace()`` does the same, since a worker has no terminal for pdb.
-    While the rank stands still, its step has not begun, so it counts as busy for no deadline. Its
-    heartbeats go on.
+    While the rank is paused, its step has not begun, so it counts as busy for no deadline. Its
+    heartbeats continue.
     """
     if worker.link is not None and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _Breakpoints(worker)
