@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hvd_elastic.input.answer_times import LATE_AT_LEAST_S, LATE_FACTOR, AnswerTimes
-from hvd_elastic.input.asking import DEPTH, AskingThread, InputServer, OwnProcess, Peer
+from hvd_elastic.input.asking import DEPTH, AskingThread, InputProcess, OwnProcess, Peer
 from hvd_elastic.input.compression import expand, size_of
 from hvd_elastic.input.link import Batch
 from hvd_elastic.input.requests import Request, Requests
@@ -41,7 +41,7 @@ class InputReader:
         self._warn = warn
         self._change = threading.Condition()
         """Held for all that follows; notified when a thread or the rank may continue."""
-        self._threads: dict[InputServer | int, AskingThread] = {}
+        self._threads: dict[InputProcess | int, AskingThread] = {}
         self._locals: list[LocalReader] = []
         self._requests = Requests()
         self._times = AnswerTimes()
@@ -54,7 +54,7 @@ class InputReader:
 
     # -- the rank ----------------------------------------------------------------------------
 
-    def use(self, servers: Sequence[InputServer]) -> None:
+    def use(self, servers: Sequence[InputProcess]) -> None:
         """Read from these processes of input hosts, and no others, beside the rank's own."""
         with self._change:
             self._refused &= {server.host for server in servers}  # one that comes back is tried
@@ -199,12 +199,12 @@ class InputReader:
 
     # -- the threads -------------------------------------------------------------------------
 
-    def _start(self, key: InputServer | int, peer: Peer) -> None:
+    def _start(self, key: InputProcess | int, peer: Peer) -> None:
         thread = AskingThread(self, peer)
         self._threads[key] = thread
         threading.Thread(target=thread.run, name="hvd_elastic-input", daemon=True).start()
 
-    def _stop(self, keys: Iterable[InputServer | int]) -> None:
+    def _stop(self, keys: Iterable[InputProcess | int]) -> None:
         for key in [*keys]:
             self._threads.pop(key).stop()
         self._change.notify_all()

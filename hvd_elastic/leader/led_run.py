@@ -159,7 +159,7 @@ class TrainingProgress:
     stopped: str = ""
 
     def passed(self, progress: Position) -> None:
-        """Note where training is, and continue."""
+        """Note where training is while it continues."""
         self.reached, self.is_exact = progress, False
 
     def ended_at(self, progress: Position | None) -> None:

@@ -6,10 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from hvd_elastic.cli.app import main
 from hvd_elastic.config import runs_folder
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder
-from tests.unit.records.made_events import whole, write
+from tests.unit.records.made_events import leader, whole, write
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -60,34 +58,6 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 @pytest.fixture
 def run() -> RunFolder:
     return sample_folder(runs_folder())
-
-
-@contextmanager
-def leader(
-    folder: RunFolder, handle: Callable[[Request, EventLog], bool] | None = None
-) -> Iterator[EventLog]:
-    """A leader that answers every request with yes; ``handle`` returning True ends it."""
-    gone = threading.Event()
-    lock = folder.take_lead()
-    log = EventLog(folder.events)
-
-    def serve() -> None:
-        while not gone.wait(0.01):
-            for request in folder.take_requests():
-                write(log, "command_done", {"id": request.id, "ok": True, "message": "will do"})
-                if handle is not None and handle(request, log):
-                    lock.close()
-                    return
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield log
-    finally:
-        gone.set()
-        thread.join()
-        log.close()
-        lock.close()
 
 
 def test_status(call: Call, run: RunFolder) -> None:

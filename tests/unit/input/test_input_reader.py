@@ -21,7 +21,7 @@ import pytest
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.input import asking
 from hvd_elastic.input import reader as reader_module
-from hvd_elastic.input.asking import InputServer
+from hvd_elastic.input.asking import InputProcess
 from hvd_elastic.input.link import Batch, Link, Offer, Want
 from hvd_elastic.input.reader import InputReader
 from hvd_elastic.input.requests import Requests
@@ -94,7 +94,7 @@ class Host:
         self.source = source
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
-        self.server = InputServer(name, "127.0.0.1", port, CERTIFICATE)
+        self.server = InputProcess(name, "127.0.0.1", port, CERTIFICATE)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -226,13 +226,13 @@ def test_what_a_lost_host_was_to_read_is_read_elsewhere(start: Any) -> None:
     dies.before = stop_at_the_third
     processes = ReadingProcesses(dies, 1, "127.0.0.1", CERTIFICATE)
     reader = start(Source())
-    reader.use([InputServer("dies", "127.0.0.1", processes.ports[0], CERTIFICATE)])
+    reader.use([InputProcess("dies", "127.0.0.1", processes.ports[0], CERTIFICATE)])
     reader.begin_epoch(0, passes(80))
     found = take(reader, 2)
     assert reads_third.wait(60)
     reader.use(
         [
-            InputServer("dies", "127.0.0.1", processes.ports[0], CERTIFICATE),
+            InputProcess("dies", "127.0.0.1", processes.ports[0], CERTIFICATE),
             stays.server,
         ]
     )
@@ -304,7 +304,7 @@ def test_a_host_with_another_version_is_not_used(start: Any, warnings: list[str]
     threading.Thread(target=serve_once, daemon=True).start()
     reader = start(Source())
     port = listener.getsockname()[1]
-    reader.use([InputServer("cpu1", "127.0.0.1", port, CERTIFICATE)])
+    reader.use([InputProcess("cpu1", "127.0.0.1", port, CERTIFICATE)])
     until(lambda: bool(warnings))
     assert "input host cpu1 is not used: it has hvd_elastic 0.0.1" in warnings[0]
     listener.close()
@@ -536,7 +536,7 @@ def test_processes_of_an_input_host_listen_each_on_its_own_port(start: Any) -> N
     try:
         assert len({*processes.ports}) == 2
         reader = start(Source())
-        reader.use([InputServer("h", "127.0.0.1", port, CERTIFICATE) for port in processes.ports])
+        reader.use([InputProcess("h", "127.0.0.1", port, CERTIFICATE) for port in processes.ports])
         reader.begin_epoch(2, passes(30))
         assert take(reader, 30) == expected(2, 30)
         assert not processes.any_ended(0)
