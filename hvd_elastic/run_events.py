@@ -350,7 +350,7 @@ class Shares(RunEvent, tag="shares"):
 
 
 class ExampleSkipped(RunEvent, tag="example_skipped"):
-    """An example of the data set cannot be decoded and is left out; once for each worker."""
+    """An example of the dataset cannot be decoded and is left out; once for each worker."""
 
     example: str
     reason: str

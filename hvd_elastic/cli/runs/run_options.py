@@ -227,7 +227,8 @@ class RunOptions:
             Path.cwd()
         except FileNotFoundError:
             raise UsageError(
-                "the current folder was removed; cd to that of the script, also if it is there anew"
+                "the current folder was removed; cd to the folder of the script, even if it was "
+                "made again at the same place"
             ) from None
         _ = self.given  # if it cannot be used, this alone is reported
         raise_together(

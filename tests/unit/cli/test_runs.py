@@ -6,10 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from hvd_elastic.cli.app import main
 from hvd_elastic.config import runs_folder
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder
-from tests.unit.records.made_events import whole, write
+from tests.unit.records.made_events import leader, whole, write
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -62,34 +60,6 @@ def run() -> RunFolder:
     return sample_folder(runs_folder())
 
 
-@contextmanager
-def leader(
-    folder: RunFolder, handle: Callable[[Request, EventLog], bool] | None = None
-) -> Iterator[EventLog]:
-    """A leader that answers every request with yes; ``handle`` returning True ends it."""
-    gone = threading.Event()
-    lock = folder.take_lead()
-    log = EventLog(folder.events)
-
-    def serve() -> None:
-        while not gone.wait(0.01):
-            for request in folder.take_requests():
-                write(log, "command_done", {"id": request.id, "ok": True, "message": "will do"})
-                if handle is not None and handle(request, log):
-                    lock.close()
-                    return
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield log
-    finally:
-        gone.set()
-        thread.join()
-        log.close()
-        lock.close()
-
-
 def test_status(call: Call, run: RunFolder) -> None:
     done = call("status", "digits-3")
     assert done.status == 0
@@ -119,7 +89,7 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
             trace = "Traceback:\n  x\nValueError: no"
             write(log, "script_failed", {"host": "n1", "local_rank": 0, "traceback": trace})
     done = call("status", "a")
-    assert "died: no live leader; go on with: hvd-elastic run --resume a" in done.out
+    assert "died: no live leader; resume with: hvd-elastic run --resume a" in done.out
     assert "worker n1:0: ValueError: no" in done.out
     assert "  the script failed in worker n1:0: ValueError: no\n" in done.out
 
@@ -296,7 +266,7 @@ def test_ctrl_c_detaches() -> None:
         assert folder.leader_alive()
     assert (process.returncode, err) == (
         0,
-        "detached; run live goes on. End it with: hvd-elastic stop live\n",
+        "detached; run live continues. End it with: hvd-elastic stop live\n",
     )
 
 
@@ -319,7 +289,7 @@ def test_stop_waits_for_the_end(call: Call) -> None:
             "run live: stopped after 12 steps",
             (
                 "its checkpoint is of step 10, so 2 steps will be done again; "
-                "go on with: hvd-elastic run --resume live"
+                "resume with: hvd-elastic run --resume live"
             ),
         ],
     )

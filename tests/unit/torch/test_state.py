@@ -20,19 +20,10 @@ from hvd_elastic.communicator.interface import FIRST, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
-from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.state import State, dump_plain, load_plain
-from hvd_elastic.worker import context
-from hvd_elastic.worker.context import Context
-from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.progress import Progress
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE, TorchFrontend())
-    monkeypatch.setattr(context, "_context", made)
-    return made
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Wire(LocalCommunicator):
