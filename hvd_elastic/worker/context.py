@@ -636,6 +636,7 @@ class Context:
                 how = f"hvd.load_model({name!r}, model, share=True)"
                 text = f"{text.rstrip()} (hvd.save keeps it in the run folder: {how} loads it)\n"
         try:
+            self.metrics.script_failed(self._planned)
             self.worker.sink.send(msg.ScriptRaised(text, self.worker.position))
         except OSError:  # the agent is gone
             return False
