@@ -25,6 +25,7 @@ from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
+    Cancelled,
     Down,
     Job,
     JobKind,
@@ -382,7 +383,11 @@ class Daemon:
                 self._health.host_works(host, _python(job))
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
-            ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
+            cancelled = job.request.cancelled or Cancelled("its user")
+            state, also = cancelled.cause.status, ""
+            if status != "stopped":
+                state, also = JobStatus.CANCELLED, f"; it ended with: {message}"
+            ended = self._queue.ended(job, state, f"{cancelled}{also}")
         elif job.stop is StopReason.TIME_LIMIT:
             also = "" if status == "stopped" else f"; it ended with: {message}"
             ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
