@@ -347,6 +347,15 @@ def test_the_role_suffices_and_allows_nothing_else(nodes) -> None:
         assert {verb for verb in verbs if may(verb, what)} == allowed.get(what, set())
 
 
+def test_kubectl_reads_what_is_printed_as_it_was_given(nodes) -> None:
+    words = ["--lr", "1e-3", "y", "no", "012", "0x1f", "1_000", "null", "~", "a: b", "- c", "#d"]
+    words += ["'", '"', "\\", "é", "", " e ", "line\nline", '{"f": [1]}', "2001-01-01", "12:30"]
+    job = Asked("printed", IMAGE).job(words, policy=False)
+    dry = ("create", "--dry-run=server", "--output=json", "--filename=-")
+    made = json.loads(nodes.control.kubectl(*dry, input=as_yaml([job])))
+    assert made["spec"]["template"]["spec"]["containers"][0]["args"] == words
+
+
 def _anothers(nodes: Nodes, what: str, value: str) -> str:
     """A kubeconfig that differs from the right one."""
     text = nodes.control.kubeconfig.read_text()
