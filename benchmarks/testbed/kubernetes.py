@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -34,7 +35,14 @@ from hvd_elastic.virtual import VirtualCluster
 
 START_S = 180.0
 BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-PACKAGES = ("etcd-server", "kubernetes-client", "libfaketime")
+PACKAGES = ("etcd-server", "kubernetes-client")
+COPIED = ("usr/bin/etcd", "usr/bin/kubectl")
+OF_REAL_NODE = (
+    ("kubelet",),
+    ("containerd", "runc", "containernetworking-plugins", "busybox-static"),
+    ("usr/bin/c*", "usr/*bin/runc", "usr/lib/cni/*", "bin/busybox"),
+)
+"""For one with a real kubelet: what is built, packages, and what is copied of them."""
 TOOLS = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
 _BUILD = r"""
 set -e
@@ -49,7 +57,7 @@ apt-get $apt update
 apt-get $apt download $PACKAGES $TOOLS
 apt-get $apt --download-only source kubernetes
 for each in *.deb; do dpkg -x "$each" go; done
-cp go/usr/bin/etcd go/usr/bin/kubectl go/usr/lib/*/faketime/libfaketimeMT.so.1 bin/
+(cd go && cp $COPIED ../bin/)
 dpkg-source -x kubernetes_*.dsc k8s
 # The vendored one panics with this Go.
 rm -r k8s/vendor/github.com/modern-go/reflect2
@@ -68,8 +76,7 @@ dirs=$(grep -l '+k8s:openapi-gen=' -r vendor/k8s.io/*/ pkg cmd --include='*.go' 
 of=k8s.io/kubernetes/vendor/k8s.io
 for each in gitMajor=1 gitMinor=20 gitVersion=v1.20.2 buildDate=2021-01-13T00:00:00Z
 do flags="$flags -X $of/client-go/pkg/version.$each -X $of/component-base/version.$each"; done
-go build -ldflags "-s -w $flags" -o "$bin/" \
-    ./cmd/kube-apiserver ./cmd/kube-controller-manager ./cmd/kube-scheduler
+go build -ldflags "-s -w $flags" -o "$bin/" $BUILT
 """
 
 
@@ -89,13 +96,20 @@ def programs() -> Path:
     return Path(platformdirs.user_cache_dir("hvd_elastic")) / "kubernetes-1.20.2"
 
 
-def build() -> str:
-    """Build what is not there yet, and return why it cannot be built; empty: it is there."""
+def build(*, real_node: bool = False) -> str:
+    """Build what is not there yet, and return why it cannot be built; empty: it is there.
+
+    Args:
+        real_node: whether a kubelet and what it needs are built too.
+    """
     folder = programs()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [(BUILT, PACKAGES, COPIED), *([OF_REAL_NODE] if real_node else [])]
     with lock_held(folder.with_suffix(".lock"), lambda: None):
-        if (folder / BUILT[-1]).exists():
+        missing = [each for each in wanted if not (folder / each[0][-1]).exists()]
+        if not missing:
             return ""
+        built, packages, copied = ([*itertools.chain(*each)] for each in zip(*missing, strict=True))
         cpus = os.cpu_count() or 1
         print(
             f"building Kubernetes 1.20 from Debian's source, once: some {11 / min(cpus, 4):.0f} "
@@ -106,7 +120,12 @@ def build() -> str:
         work = folder.with_suffix(".build")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
-        variables = {"PACKAGES": " ".join(PACKAGES), "TOOLS": " ".join(TOOLS)}
+        variables = {
+            "PACKAGES": " ".join(packages),
+            "COPIED": " ".join(copied),
+            "BUILT": " ".join(f"./cmd/{name}" for name in built),
+            "TOOLS": " ".join(TOOLS),
+        }
         log = folder.with_suffix(".log")
         with log.open("wb") as output:
             done = subprocess.run(
@@ -119,9 +138,14 @@ def build() -> str:
             )
         if done.returncode == 0:
             (work / "bin" / "openapi-gen").unlink()
-            (work / "bin").rename(folder)
+            marks = [names[-1] for names, _, _ in missing]  # by which all are known to be there
+            for path in sorted((work / "bin").iterdir(), key=lambda path: path.name in marks):
+                path.replace(folder / path.name)
         shutil.rmtree(work, ignore_errors=True)
-        return "" if done.returncode == 0 else f"Kubernetes cannot be built; see {log}"
+        if done.returncode == 0:
+            return ""
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return f"Kubernetes cannot be built ({last}); see {log}"
 
 
 class ControlPlane:
@@ -208,6 +232,7 @@ class ControlPlane:
             *("--service-account-key-file=sa.key", "--service-account-signing-key-file=sa.key"),
             "--service-account-issuer=https://kubernetes.default.svc",
             "--disable-admission-plugins=DefaultStorageClass",
+            "--kubelet-preferred-address-types=InternalIP",
         )
         self._await(lambda: self._answers("/readyz"), "the API server")
         as_admin = ("--kubeconfig=kubeconfig", "--leader-elect=false", "--bind-address=127.0.0.1")
@@ -302,6 +327,30 @@ exec "$@"
 """Mounts pairs of a source and a target, and then runs a command in a folder."""
 
 
+_CLOCK = """
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    long status = syscall(SYS_clock_gettime, clock, now);
+    const char *ahead = getenv("AHEAD_S");
+    if (clock == CLOCK_REALTIME && ahead) now->tv_sec += atol(ahead);
+    return status;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec, now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *now) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    return now ? *now = precise.tv_sec : precise.tv_sec;
+}
+"""
 _MEMORY = Path("/sys/fs/cgroup/memory")
 """Control groups for memory (version 1)."""
 
@@ -332,8 +381,8 @@ class Nodes:
         text = _KUBECTL.format(**words, pods=control.folder / "pods")
         (self.bin / "kubectl").write_text(text)
         (self.bin / "kubectl").chmod(0o755)
-        self.clocks: dict[str, str] = {}
-        """How far the clocks of nodes are ahead in new pods, by host, such as ``+1h``."""
+        self.ahead_s: dict[str, int] = {}
+        """How far the clocks of nodes are ahead in new pods, by host [s]."""
         self.left_s: dict[str, float] = {}
         """Time from SIGTERM to the end of each pod that has got it, by name [s]."""
         self._pods: dict[str, _Pod] = {}
@@ -355,6 +404,17 @@ class Nodes:
         for pod in self._pods.values():
             pod.end()
 
+    def clock(self) -> Path:
+        """Return a library with which programs have a clock that is ahead by ``AHEAD_S``."""
+        library = self.control.folder / "clock.so"
+        if not library.exists():
+            words = ["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
+            subprocess.run(words, input=_CLOCK, check=True, text=True)
+        return library
+
+    def adapt(self, pod: dict[str, Any]) -> None:
+        """Change a template of pods into one that they can follow here."""
+
     @property
     def has_memory_groups(self) -> bool:
         """Whether pods have no more memory than their limit."""
@@ -363,7 +423,7 @@ class Nodes:
     def use_memory(self, name: str, size: int) -> None:
         """Use so many bytes of a pod's memory, in a process of the pod that is killed for it."""
         (pod,) = (p for p in self._pods.values() if p.manifest["metadata"]["name"] == name)
-        code = f"bytearray({size}); print('there is no limit')"
+        code = f"bytearray({size})"
         done = subprocess.run(
             ["sh", "-c", f"echo $$ >{pod.group}/cgroup.procs && exec {sys.executable} -c '{code}'"],
             capture_output=True,
@@ -605,9 +665,8 @@ class _Pod:
         environment = {"PATH": path, "HOME": "/root", "TMPDIR": "/run"}  # of the pod alone
         environment["KUBERNETES_SERVICE_HOST"] = self._nodes.control.address
         environment["KUBERNETES_SERVICE_PORT"] = str(self._nodes.control.port)
-        if ahead := self._nodes.clocks.get(spec["nodeName"]):
-            environment["LD_PRELOAD"] = str(programs() / "libfaketimeMT.so.1")
-            environment |= {"FAKETIME": ahead, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        if ahead_s := self._nodes.ahead_s.get(spec["nodeName"]):
+            environment |= {"LD_PRELOAD": str(self._nodes.clock()), "AHEAD_S": str(ahead_s)}
         for each in container.get("env", ()):
             environment[each["name"]] = each.get("value", of["name"])
         argv = [*container.get("command", ()), *container.get("args", ())]
