@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from hvd_elastic.hosts.process import ByteStream
+from tests.paths import LIMIT_S
 
 
 def test_lines_and_pieces() -> None:
@@ -37,10 +38,10 @@ def test_a_full_buffer_holds_the_writer_until_it_is_read() -> None:
     writer.start()
     assert not written.wait(0.05)
     # A line longer than the buffer comes in pieces.
-    assert stream.readline(timeout=60) == b"0123456789"
-    assert written.wait(60)
-    assert stream.readline(timeout=60) == b"more\n"
-    writer.join(60)
+    assert stream.readline(timeout=LIMIT_S) == b"0123456789"
+    assert written.wait(LIMIT_S)
+    assert stream.readline(timeout=LIMIT_S) == b"more\n"
+    writer.join(LIMIT_S)
 
 
 def test_the_end_sets_a_held_writer_free() -> None:
@@ -49,6 +50,6 @@ def test_the_end_sets_a_held_writer_free() -> None:
     writer = threading.Thread(target=stream.put, args=(b"y",))
     writer.start()
     stream.mark_end()
-    writer.join(60)
+    writer.join(LIMIT_S)
     assert not writer.is_alive()
     assert stream.read() == b"x"

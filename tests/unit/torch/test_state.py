@@ -26,6 +26,7 @@ from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.progress import Progress
+from tests.paths import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, progress, shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return load_checkpoint(complete_checkpoint(folder, shards, 1).path)
 
 
@@ -343,7 +344,7 @@ def not_finite(state: State, folder: Path) -> str:
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, Progress(), shard, state.lasting(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return done[0].not_finite
 
 
