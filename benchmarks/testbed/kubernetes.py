@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -35,6 +36,13 @@ from hvd_elastic.virtual import VirtualCluster
 START_S = 180.0
 BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 PACKAGES = ("etcd-server", "kubernetes-client")
+COPIED = ("usr/bin/etcd", "usr/bin/kubectl")
+OF_REAL_NODE = (
+    ("kubelet",),
+    ("containerd", "runc", "containernetworking-plugins", "busybox-static"),
+    ("usr/bin/c*", "usr/*bin/runc", "usr/lib/cni/*", "bin/busybox"),
+)
+"""For one with a real kubelet: what is built, packages, and what is copied of them."""
 TOOLS = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
 _BUILD = r"""
 set -e
@@ -49,7 +57,7 @@ apt-get $apt update
 apt-get $apt download $PACKAGES $TOOLS
 apt-get $apt --download-only source kubernetes
 for each in *.deb; do dpkg -x "$each" go; done
-cp go/usr/bin/etcd go/usr/bin/kubectl bin/
+(cd go && cp $COPIED ../bin/)
 dpkg-source -x kubernetes_*.dsc k8s
 # The vendored one panics with this Go.
 rm -r k8s/vendor/github.com/modern-go/reflect2
@@ -68,8 +76,7 @@ dirs=$(grep -l '+k8s:openapi-gen=' -r vendor/k8s.io/*/ pkg cmd --include='*.go' 
 of=k8s.io/kubernetes/vendor/k8s.io
 for each in gitMajor=1 gitMinor=20 gitVersion=v1.20.2 buildDate=2021-01-13T00:00:00Z
 do flags="$flags -X $of/client-go/pkg/version.$each -X $of/component-base/version.$each"; done
-go build -ldflags "-s -w $flags" -o "$bin/" \
-    ./cmd/kube-apiserver ./cmd/kube-controller-manager ./cmd/kube-scheduler
+go build -ldflags "-s -w $flags" -o "$bin/" $BUILT
 """
 
 
@@ -89,13 +96,20 @@ def programs() -> Path:
     return Path(platformdirs.user_cache_dir("hvd_elastic")) / "kubernetes-1.20.2"
 
 
-def build() -> str:
-    """Build what is not there yet, and return why it cannot be built; empty: it is there."""
+def build(*, real_node: bool = False) -> str:
+    """Build what is not there yet, and return why it cannot be built; empty: it is there.
+
+    Args:
+        real_node: whether a kubelet and what it needs are built too.
+    """
     folder = programs()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [(BUILT, PACKAGES, COPIED), *([OF_REAL_NODE] if real_node else [])]
     with lock_held(folder.with_suffix(".lock"), lambda: None):
-        if (folder / BUILT[-1]).exists():
+        missing = [each for each in wanted if not (folder / each[0][-1]).exists()]
+        if not missing:
             return ""
+        built, packages, copied = ([*itertools.chain(*each)] for each in zip(*missing, strict=True))
         cpus = os.cpu_count() or 1
         print(
             f"building Kubernetes 1.20 from Debian's source, once: some {11 / min(cpus, 4):.0f} "
@@ -106,7 +120,12 @@ def build() -> str:
         work = folder.with_suffix(".build")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
-        variables = {"PACKAGES": " ".join(PACKAGES), "TOOLS": " ".join(TOOLS)}
+        variables = {
+            "PACKAGES": " ".join(packages),
+            "COPIED": " ".join(copied),
+            "BUILT": " ".join(f"./cmd/{name}" for name in built),
+            "TOOLS": " ".join(TOOLS),
+        }
         log = folder.with_suffix(".log")
         with log.open("wb") as output:
             done = subprocess.run(
@@ -119,9 +138,14 @@ def build() -> str:
             )
         if done.returncode == 0:
             (work / "bin" / "openapi-gen").unlink()
-            (work / "bin").rename(folder)
+            marks = [names[-1] for names, _, _ in missing]  # by which all are known to be there
+            for path in sorted((work / "bin").iterdir(), key=lambda path: path.name in marks):
+                path.replace(folder / path.name)
         shutil.rmtree(work, ignore_errors=True)
-        return "" if done.returncode == 0 else f"Kubernetes cannot be built; see {log}"
+        if done.returncode == 0:
+            return ""
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return f"Kubernetes cannot be built ({last}); see {log}"
 
 
 class ControlPlane:
@@ -208,6 +232,7 @@ class ControlPlane:
             *("--service-account-key-file=sa.key", "--service-account-signing-key-file=sa.key"),
             "--service-account-issuer=https://kubernetes.default.svc",
             "--disable-admission-plugins=DefaultStorageClass",
+            "--kubelet-preferred-address-types=InternalIP",
         )
         self._await(lambda: self._answers("/readyz"), "the API server")
         as_admin = ("--kubeconfig=kubeconfig", "--leader-elect=false", "--bind-address=127.0.0.1")
@@ -227,7 +252,8 @@ class ControlPlane:
     def _make_files(self) -> None:
         names = f"subjectAltName=IP:{self.address},IP:127.0.0.1"
         (self.folder / "names").write_text(names)
-        (self.folder / "tokens.csv").write_text('admin,admin,1,"system:masters"\n')
+        users = 'admin,admin,1,"system:masters"\nnobody,nobody,2\n'
+        (self.folder / "tokens.csv").write_text(users)
         user = {"name": "admin", "user": {"token": "admin"}}
         server = f"https://{self.address}:{self.port}"
         cluster = {"server": server, "certificate-authority": str(self.folder / "ca.crt")}
@@ -301,6 +327,34 @@ exec "$@"
 """Mounts pairs of a source and a target, and then runs a command in a folder."""
 
 
+_CLOCK = """
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    long status = syscall(SYS_clock_gettime, clock, now);
+    const char *ahead = getenv("AHEAD_S");
+    if (clock == CLOCK_REALTIME && ahead) now->tv_sec += atol(ahead);
+    return status;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec, now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *now) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    return now ? *now = precise.tv_sec : precise.tv_sec;
+}
+"""
+_MEMORY = Path("/sys/fs/cgroup/memory")
+"""Control groups for memory (version 1)."""
+
+
 class Nodes:
     """Virtual hosts as nodes: registers them, and runs the pods that are bound to them.
 
@@ -309,7 +363,8 @@ class Nodes:
     Args:
         control: the control plane.
         cluster: the virtual hosts.
-        images: images that can be pulled; all of them are this machine's files.
+        images: images that can be pulled; all of them are this machine's files. Where one is named
+            ``bare``, its programs are not on the ``PATH``.
         gpus: what each node has of ``nvidia.com/gpu``.
     """
 
@@ -326,9 +381,14 @@ class Nodes:
         text = _KUBECTL.format(**words, pods=control.folder / "pods")
         (self.bin / "kubectl").write_text(text)
         (self.bin / "kubectl").chmod(0o755)
+        self.ahead_s: dict[str, int] = {}
+        """How far the clocks of nodes are ahead in new pods, by host [s]."""
+        self.left_s: dict[str, float] = {}
+        """Time from SIGTERM to the end of each pod that has got it, by name [s]."""
         self._pods: dict[str, _Pod] = {}
         self._beat_at: dict[str, float] = {}
         self._over = threading.Event()
+        self.pod_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
     def __enter__(self) -> Self:
@@ -344,6 +404,33 @@ class Nodes:
         for pod in self._pods.values():
             pod.end()
 
+    def clock(self) -> Path:
+        """Return a library with which programs have a clock that is ahead by ``AHEAD_S``."""
+        library = self.control.folder / "clock.so"
+        if not library.exists():
+            words = ["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
+            subprocess.run(words, input=_CLOCK, check=True, text=True)
+        return library
+
+    def adapt(self, pod: dict[str, Any]) -> None:
+        """Change a template of pods into one that they can follow here."""
+
+    @property
+    def has_memory_groups(self) -> bool:
+        """Whether pods have no more memory than their limit."""
+        return os.access(_MEMORY / "memory.limit_in_bytes", os.W_OK)
+
+    def use_memory(self, name: str, size: int) -> None:
+        """Use so many bytes of a pod's memory, in a process of the pod that is killed for it."""
+        (pod,) = (p for p in self._pods.values() if p.manifest["metadata"]["name"] == name)
+        code = f"bytearray({size})"
+        done = subprocess.run(
+            ["sh", "-c", f"echo $$ >{pod.group}/cgroup.procs && exec {sys.executable} -c '{code}'"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == -signal.SIGKILL, done
+
     def hosts_text(self) -> str:
         """Return /etc/hosts of the pods: the names of services, which a DNS would have."""
         lines = ["127.0.0.1 localhost"]
@@ -358,7 +445,9 @@ class Nodes:
         return "\n".join(lines) + "\n"
 
     def _run(self) -> None:
-        while not self._over.wait(0.25):
+        while not self._over.is_set():
+            self.pod_ended.wait(0.25)
+            self.pod_ended.clear()
             with contextlib.suppress(OSError):  # the API server may be away
                 self._beat()
                 self._bind_claims()
@@ -471,9 +560,11 @@ class _Pod:
         self.hosts = self._folder / "hosts"
         self.log = self._folder / "log"
         self.pid = self._folder / "pid"
+        self.group = _MEMORY / f"hvd-elastic-pod-{of['uid']}"
         self._process: subprocess.Popen[str] | None = None
         self._end_at: float | None = None
         self._ended = False
+        self._signalled_at: float | None = None
 
     @property
     def runs(self) -> bool:
@@ -494,15 +585,19 @@ class _Pod:
             self._ended = True
             code = 128 - status if status < 0 else status
             said = self.log.read_text(errors="replace")[-2000:] if code else ""
-            end = {"exitCode": code, "reason": "Error" if code else "Completed", "message": said}
+            reason = "OOMKilled" if self._lacked_memory() else "Error" if code else "Completed"
+            end = {"exitCode": code, "reason": reason, "message": said}
             end |= {"startedAt": self._since, "finishedAt": _now()}
             phase = "Failed" if code else "Succeeded"
             self._nodes.tell(manifest, phase, {"terminated": end})
+        elif not self._ended and self._lacked_memory():
+            self.kill()  # all of it, as Kubernetes does from 1.28 on
         if going and self._ended:
             self._nodes.forget(manifest)
         elif going and self._end_at is None:
             grace_s = manifest["metadata"].get("deletionGracePeriodSeconds") or 0
             self._end_at = time.monotonic() + grace_s
+            self._signalled_at = time.monotonic()
             self._signal(signal.SIGTERM if grace_s else signal.SIGKILL)
         elif going and time.monotonic() > (self._end_at or 0.0):
             self.kill()
@@ -516,6 +611,22 @@ class _Pod:
         if self._process is not None:
             self._process.kill()  # with it what it has begun
             self._process.wait()
+        with contextlib.suppress(OSError):
+            self.group.rmdir()
+
+    def _limit_memory(self, limit: str) -> list[str]:
+        """Make a control group with a limit; return words that have what follows run in it."""
+        if not limit or not self._nodes.has_memory_groups:
+            return []
+        self.group.mkdir(exist_ok=True)
+        (self.group / "memory.limit_in_bytes").write_text(limit)
+        return ["sh", "-c", f'echo $$ >{self.group}/cgroup.procs; exec "$@"', "sh"]
+
+    def _lacked_memory(self) -> bool:
+        """Return whether a process of the pod was killed because of the pod's limit."""
+        with contextlib.suppress(OSError):
+            return "oom_kill 0" not in (self.group / "memory.oom_control").read_text()
+        return False
 
     def _signal(self, number: int) -> None:
         pid = self._first()
@@ -554,20 +665,27 @@ class _Pod:
         environment = {"PATH": path, "HOME": "/root", "TMPDIR": "/run"}  # of the pod alone
         environment["KUBERNETES_SERVICE_HOST"] = self._nodes.control.address
         environment["KUBERNETES_SERVICE_PORT"] = str(self._nodes.control.port)
+        if ahead_s := self._nodes.ahead_s.get(spec["nodeName"]):
+            environment |= {"LD_PRELOAD": str(self._nodes.clock()), "AHEAD_S": str(ahead_s)}
         for each in container.get("env", ()):
             environment[each["name"]] = each.get("value", of["name"])
         argv = [*container.get("command", ()), *container.get("args", ())]
+        if "/bare:" in container["image"]:
+            argv = ["sh", "-c", 'PATH=/nowhere; exec "$@"', "sh", *argv]
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         where = container.get("workingDir", "/")
+        limit = container.get("resources", {}).get("limits", {}).get("memory", "")
+        limited = self._limit_memory(limit)
         with self.log.open("wb") as log:
             self._process = self._nodes.cluster.popen_on(
                 spec["nodeName"],
-                [*apart, "sh", "-c", _POD, "sh", *mounts, "--", where, *argv],
+                [*limited, *apart, "sh", "-c", _POD, "sh", *mounts, "--", where, *argv],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+        threading.Thread(target=self._await_end, args=(self._process,), daemon=True).start()
         self._since = _now()
         deadline = time.monotonic() + START_S
         while self._process.poll() is None and time.monotonic() < deadline:
@@ -578,6 +696,13 @@ class _Pod:
                     break
             time.sleep(0.02)
         self._nodes.tell(self.manifest, "Running", {"running": {"startedAt": self._since}})
+
+    def _await_end(self, process: subprocess.Popen[str]) -> None:
+        process.wait()
+        if self._signalled_at is not None:
+            left_s = time.monotonic() - self._signalled_at
+            self._nodes.left_s[self.manifest["metadata"]["name"]] = left_s
+        self._nodes.pod_ended.set()
 
     def _source(self, volume: Mapping[str, Any]) -> Path:
         """Return the folder with the content of a volume."""

@@ -21,7 +21,7 @@ from hvd_elastic.run_events import Metrics, ReadEvent, RescaleStarted
 
 
 class Progress(Protocol):
-    """Is told how the measurement goes on."""
+    """Is told how the measurement continues."""
 
     def say(self, text: str) -> None:
         """Note what is being done."""

@@ -128,8 +128,7 @@ class ClusterHosts:
             if row["faults"] and (why is None or why.by != HEALTH):  # else they are the reason
                 words.append(f"unhealthy: {'; '.join(row['faults'])}")
             if why is not None:
-                begins = "drained" if why.at <= now else "will be drained"
-                words.insert(0, f"{begins}: {why.words(now)}")
+                words.insert(0, why.words(now))
                 if why.at <= now:
                     used = row["jobs"] or row["occupied"]
                     row |= {"free": 0, "state": "leaving" if used else "drained"}

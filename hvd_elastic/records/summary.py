@@ -222,7 +222,7 @@ class RunSummary:
     max_np: int | None = None
     attempts: int = 0
     began_s: float = 0.0
-    hosts: list[tuple[str, int]] = field(default_factory=list)
+    hosts: list[ev.HostSlots] = field(default_factory=list)
     draining: dict[str, Draining] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     waiting: str = ""
@@ -285,7 +285,7 @@ class RunSummary:
 
     @property
     def present_use(self) -> dict[str, HostUse]:
-        """Return the newest samples of the hosts that still send them, while the run goes on."""
+        """Return the newest samples of the hosts that still send them, while the run continues."""
         return {
             host: use
             for host, use in self.use.items()
@@ -467,7 +467,7 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
 def _times(run: RunSummary, events: Sequence[ev.ReadEvent]) -> list[float]:
     """Note the times of events; return them from the start of the run [s].
 
-    A clock that was set back stands still meanwhile.
+    A clock that was set back stops meanwhile.
     """
     times = [event.t for event in events]
     if run.started is None or run.ended is None:

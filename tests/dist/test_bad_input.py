@@ -233,7 +233,7 @@ def test_hostfile_without_a_name_that_is_known_ends_the_run(home: Path, script: 
     assert finished["message"].startswith(
         "the names of hosts no-such-host.invalid, nor-this.invalid cannot be looked up (4 tries)"
     )
-    assert "Mend the hostfile" in job.text
+    assert "Fix the hostfile" in job.text
     assert "Traceback" not in job.text
     assert_nothing_left(mark=job.mark)
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -32,6 +32,7 @@ from hvd_elastic.virtual.processes import CpuGroups, marked_processes
 from hvd_elastic.virtual.state import clusters_folder
 from tests.paths import COSTLY, LIMIT_S
 from tests.small_disk import mounted
+from tests.waiting import until
 
 NO_NAMESPACES = netns.why_no_namespaces()
 needs_namespaces = [
@@ -86,13 +87,6 @@ def answer(cluster: VirtualCluster, host: str, command: str) -> str:
     done = log_in(cluster, host, command)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.01)
 
 
 def connect(cluster: VirtualCluster, host: str) -> socket.socket:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,13 +70,6 @@ def tools(server: Sshd, tmp_path: Path) -> Tools:
 def records(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     return {line["host"]: line for line in lines if line["kind"] == "host"}
-
-
-def wait_until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:

@@ -260,7 +260,7 @@ def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
     from hvd_elastic.checkpoint.manifests import complete_checkpoint
     from hvd_elastic.checkpoint.shards import ShardInfo
     from hvd_elastic.checkpoint.stream import new_shard
-    from hvd_elastic.checkpoint.writer import ShardWriter
+    from hvd_elastic.checkpoint.writer import CheckpointWriter
     from hvd_elastic.torch.checkpoint import TorchContent
     from hvd_elastic.worker.progress import Progress
 
@@ -272,7 +272,7 @@ def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
     shard = new_shard(content, Progress(step=7), 0, 1)
     assert shard is not None
     done: list[ShardInfo] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         tmp_path,
         finish=lambda _: None,
         on_done=lambda written, _: done.append(written),

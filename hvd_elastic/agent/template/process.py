@@ -51,7 +51,7 @@ _REQUEST_BYTES = 1 << 16
 _THREADS_END_S = 1.0
 """Time for the kernel to remove threads that have ended."""
 _FORKED_WELL = frozenset({"jemalloc_bg_thd"})
-"""Threads that live with a fork: jemalloc, part of pyarrow, locks its own and starts it anew."""
+"""Threads that live with a fork: jemalloc, part of pyarrow, locks its own and starts it again."""
 
 
 def main(modules: Sequence[str], program: Sequence[str]) -> None:

@@ -236,11 +236,11 @@ def check_names(
             if own and not own & set(addresses):
                 wrong.append(f"{other} as {addresses[0]}")
     if wrong:
-        text = f"knows {', '.join(wrong[:NAMED])}, which is not its address. Mend /etc/hosts or DNS"
+        text = f"knows {', '.join(wrong[:NAMED])}, which is not its address. Fix /etc/hosts or DNS"
         return [Check("names", Level.WARNING, text)]
     if unknown:
         text = (
-            f"does not know {hosts_named(unknown)} by name, as horovodrun and mpirun need it. Mend "
+            f"does not know {hosts_named(unknown)} by name, as horovodrun and mpirun need it. Fix "
             "/etc/hosts or DNS there"
         )
         return [Check("names", Level.WARNING, text)]
@@ -397,7 +397,7 @@ def _check_package(
             how = "Run 'hvd-elastic build-horovod' there, for"
         return Check(package, Level.FAILED, f"{why}. {how} the same version everywhere")
     if there.startswith("broken"):
-        return Check(package, Level.FAILED, f"{there}. Install it anew there")
+        return Check(package, Level.FAILED, f"{there}. Install it again there")
     if wanted and there != wanted and "unknown" not in (there, wanted):
         return Check(
             package, Level.FAILED, f"{there}, {whose}. Install the same version everywhere"
@@ -498,7 +498,7 @@ def _check_folder(folder: str, found: Mapping[str, Any]) -> Check:
         return Check(name, Level.FAILED, f"{text}. Make room")
     if found["refused"]:
         why = f"nothing can be written there ({found['refused']})"
-        return Check(name, Level.FAILED, f"{why}. Mend its owner, mode or mount")
+        return Check(name, Level.FAILED, f"{why}. Fix its owner, mode or mount")
     if free is not None and free < LITTLE_DISK_BYTES:
         text = f"{text}, little for checkpoints and logs. Make room"
         return Check(name, Level.WARNING, text)
@@ -559,7 +559,7 @@ def _check_interface(
             what = (
                 "not there" if entry is None else "down" if not entry["up"] else "without address"
             )
-            text = f"{settings.interface} is {what} (it has {known}). Mend it, or name another"
+            text = f"{settings.interface} is {what} (it has {known}). Fix it, or name another"
             return Check(name, Level.FAILED, f"{text} with --network-interface")
     elif own is not None and reference.interface is not None and own != reference.interface:
         text = f"{own}, the others use {reference.interface} (it has {known}). NCCL and horovodrun "

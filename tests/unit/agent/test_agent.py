@@ -43,6 +43,7 @@ from tests import other_user
 from tests.paths import LIMIT_S
 from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = LIMIT_S
@@ -199,10 +200,7 @@ class Agent:
         return found
 
     def wait_clean(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while left := self.marked():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.02)
+        until(lambda: not self.marked(), "no process is left", said=self.marked)
 
 
 StartAgent = Callable[..., Agent]
@@ -603,13 +601,6 @@ def test_workers_outlive_the_leader_for_the_grace_time_and_no_longer(
     assert agent.process.wait(TIMEOUT_S) == 0
 
 
-def until_there(path: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
-
-
 def start_writers(start_agent: StartAgent, *workers: str, **hello: Any) -> Agent:
     agent = start_agent(WRITER, options=msg.WorkerOptions(checkpoint_every_s=600), **hello)
     for slot, name in enumerate(workers):
@@ -626,7 +617,7 @@ def test_after_the_grace_time_every_worker_of_the_host_gets_to_write(
     (tmp_path / "hold-w1").touch()
     lose_leader(agent)
     for name in ("asked-w1", "written-w0"):
-        until_there(tmp_path / name)
+        until((tmp_path / name).exists)
     with pytest.raises(subprocess.TimeoutExpired):
         agent.process.wait(0.5)
     (tmp_path / "hold-w1").unlink()
@@ -661,7 +652,7 @@ def test_a_second_sigterm_waits_for_no_checkpoint(start_agent: StartAgent, tmp_p
     (tmp_path / "hold-w0").touch()
     lose_leader(agent)
     agent.process.send_signal(signal.SIGTERM)
-    until_there(tmp_path / "asked-w0")
+    until((tmp_path / "asked-w0").exists)
     agent.process.send_signal(signal.SIGTERM)
     assert agent.process.wait(TIMEOUT_S) == 0
     agent.wait_clean()

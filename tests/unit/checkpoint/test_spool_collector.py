@@ -485,7 +485,7 @@ def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
     complete_checkpoint(tmp_path / "other", [spooled(tmp_path / "other", 20, 0, 1, run="r2")], 9)
     for path in (tmp_path / "other").iterdir():
         shutil.copy(path, place)
-    with pytest.raises(CheckpointError, match=r"of run r2, .* run r1 neither goes on from another"):
+    with pytest.raises(CheckpointError, match=r"of run r2, .* run r1 neither resumes another"):
         Run(tmp_path / "mixed", str(place), resumed=True)
     # Where both were started at once, the second to write is told, and nothing is taken over.
     run.warnings.clear()

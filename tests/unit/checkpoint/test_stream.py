@@ -19,7 +19,7 @@ from hvd_elastic.checkpoint.manifests import CheckpointInfo, complete_checkpoint
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
 from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import Content, byte_range, new_shard, shard_count, shard_index
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import CheckpointError
 from tests.paths import LIMIT_S
 
@@ -60,7 +60,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray[Any, Any]], size: int = 1) 
     """As ``size`` ranks would write them."""
     done: list[ShardInfo] = []
     errors: list[Exception] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder, finish=lambda _: None, on_done=lambda s, _: done.append(s), on_error=errors.append
     )
     for rank in range(size):
@@ -139,7 +139,7 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Arrays, "make_buffer", refuse)
     errors: list[Exception] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         tmp_path, finish=lambda _: None, on_done=lambda *_: None, on_error=errors.append
     )
     content = Arrays({"w": np.ones(4)})

@@ -6,10 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder
 from tests.paths import LIMIT_S
-from tests.unit.records.made_events import whole, write
+from tests.unit.records.made_events import leader, whole, write
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -63,34 +61,6 @@ def run() -> RunFolder:
     return sample_folder(runs_folder())
 
 
-@contextmanager
-def leader(
-    folder: RunFolder, handle: Callable[[Request, EventLog], bool] | None = None
-) -> Iterator[EventLog]:
-    """A leader that answers every request with yes; ``handle`` returning True ends it."""
-    gone = threading.Event()
-    lock = folder.take_lead()
-    log = EventLog(folder.events)
-
-    def serve() -> None:
-        while not gone.wait(0.01):
-            for request in folder.take_requests():
-                write(log, "command_done", {"id": request.id, "ok": True, "message": "will do"})
-                if handle is not None and handle(request, log):
-                    lock.close()
-                    return
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield log
-    finally:
-        gone.set()
-        thread.join()
-        log.close()
-        lock.close()
-
-
 def test_status(call: Call, run: RunFolder) -> None:
     done = call("status", "digits-3")
     assert done.status == 0
@@ -120,7 +90,7 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
             trace = "Traceback:\n  x\nValueError: no"
             write(log, "script_failed", {"host": "n1", "local_rank": 0, "traceback": trace})
     done = call("status", "a")
-    assert "died: no live leader; go on with: hvd-elastic run --resume a" in done.out
+    assert "died: no live leader; resume with: hvd-elastic run --resume a" in done.out
     assert "worker n1:0: ValueError: no" in done.out
     assert "  the script failed in worker n1:0: ValueError: no\n" in done.out
 
@@ -297,7 +267,7 @@ def test_ctrl_c_detaches() -> None:
         assert folder.leader_alive()
     assert (process.returncode, err) == (
         0,
-        "detached; run live goes on. End it with: hvd-elastic stop live\n",
+        "detached; run live continues. End it with: hvd-elastic stop live\n",
     )
 
 
@@ -320,7 +290,7 @@ def test_stop_waits_for_the_end(call: Call) -> None:
             "run live: stopped after 12 steps",
             (
                 "its checkpoint is of step 10, so 2 steps will be done again; "
-                "go on with: hvd-elastic run --resume live"
+                "resume with: hvd-elastic run --resume live"
             ),
         ],
     )
@@ -410,6 +380,10 @@ def test_drain(call: Call) -> None:
             (("n2", "--undo"), "of the cluster do: hvd-elastic undrain n2"),
             (("n2", "--reason", "a\nb"), "it is one line of text"),
             (("n2", "--reason", " "), "it is one line of text"),
+            (
+                ("n2", "--reason", "a" * 201),
+                "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…' is not valid",
+            ),
             (("n2", "--reason", "a", "--at", "noon"), "--at takes a time such as 22:00"),
             (("n2", "--reason", "a", "--at", "2020-01-01 22:00"), "is over"),
             (("n2", "--reason", "a", "--at", "22:00", "--in", "2h"), "give one of them"),
@@ -418,8 +392,8 @@ def test_drain(call: Call) -> None:
             wrong = call("drain", *arguments)
             assert wrong.status == 2
             assert message in wrong.err
-        done = call("drain", "live", "n2", "--in", "90s")
-        assert done.out == "nothing of run live is left on host n2\n"
+        done = call("drain", "live", "N2", "--in", "90s")
+        assert done.out == "nothing of run live is left on host N2\n"
         assert "draining     n2: drained (asked to)\n" in call("status", "live").out
         found = call("status", "live", "--json").json["draining"]
         assert (found["n2"]["leave_in_s"], found["n2"]["empty"]) == (90.0, True)
@@ -428,7 +402,7 @@ def test_drain(call: Call) -> None:
         assert call("status", "live", "--json").json["draining"] == {}
         assert call("discover", "live").out == "n1:1\nn2:2\n"
     assert asked == [
-        {"host": "n2", "leave_in_s": 90.0, "undo": False},
+        {"host": "N2", "leave_in_s": 90.0, "undo": False},
         {"host": "n2", "leave_in_s": None, "undo": True},
     ]
 

@@ -519,7 +519,7 @@ def test_fit_warns_if_its_passes_are_worth_less(
     ("inputs", "weight", "said"),
     [
         (math.nan, 1.0, "the inputs of 'first' (Dense) are not finite already"),
-        (3e38, 1.0, "the first outputs that are not finite are those of 'first' (Dense)"),
+        (3e38, 1.0, "the first outputs that are not finite come from 'first' (Dense)"),
         (1.0, math.inf, "'second' (Dense) has parameters or buffers that are not finite"),
         (1.0, 1.0, "the outputs of all layers are finite"),
     ],

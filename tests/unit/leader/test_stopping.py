@@ -28,3 +28,17 @@ def test_a_hang_up_stops_a_run_unless_it_was_started_by_nohup(nohup: bool) -> No
     with Stopping(unused, unused, unused).signals():
         caught = {number for number in NUMBERS if callable(signal.getsignal(number))}
     assert caught == {signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))}
+
+
+def test_a_leader_that_has_sigterm_blocked_does_not_hear_it() -> None:
+    unused: Any = None
+    heard = []
+    for blocked in ((), (signal.SIGTERM,)):
+        stopping = Stopping(unused, unused, unused)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            with stopping.signals():
+                heard.append(stopping.hears_sigterm)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert heard == [True, False]

@@ -40,7 +40,7 @@ from hvd_elastic.checkpoint.shards import (
     find_shards,
 )
 from hvd_elastic.checkpoint.stream import new_shard
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
 from hvd_elastic.torch import checkpoint
 from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint
@@ -55,8 +55,8 @@ class Told:
         self.done: list[ShardInfo] = []
         self.errors: list[HvdElasticError] = []
 
-    def writer(self, folder: Path) -> ShardWriter:
-        return ShardWriter(
+    def writer(self, folder: Path) -> CheckpointWriter:
+        return CheckpointWriter(
             folder,
             finish=lambda shard: describe_shard(shard, 9),
             on_done=lambda shard, _: self.done.append(shard),
@@ -525,7 +525,7 @@ class Slow:
         monkeypatch.setattr(checkpoint._Piece, "copy", slow)
 
 
-def begin(writer: ShardWriter, tensor: torch.Tensor, step: int, lasting: bool = True) -> None:
+def begin(writer: CheckpointWriter, tensor: torch.Tensor, step: int, lasting: bool = True) -> None:
     content = TorchContent({"w": tensor}, {tensor.data_ptr()})
     progress = Progress(step=step)
     shard = new_shard(content, progress, 0, 1)
@@ -669,7 +669,7 @@ def test_a_callback_that_fails_is_logged_and_stops_nothing(
     def broken(*_: object) -> None:
         raise RuntimeError("callback")
 
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         tmp_path, finish=lambda s: describe_shard(s, 9), on_done=broken, on_error=broken
     )
     for step in (1, 2):

@@ -147,7 +147,9 @@ def test_a_script_that_opens_what_it_saved_is_told_how_to_load_it(
     monkeypatch.setattr(alone.worker.sink, "send", told.append)
     alone.worker.saves.names.add("best.pt")
     for name in ("best.pt", "data.pt"):
-        alone.script_failed(f"FileNotFoundError: [Errno 2] No such file or directory: '{name}'\n")
+        alone.worker.script_failed(
+            f"FileNotFoundError: [Errno 2] No such file or directory: '{name}'\n"
+        )
     hinted = ["hvd.load_model('best.pt', model, share=True)" in each.traceback for each in told]
     assert hinted == [True, False]
 

@@ -15,25 +15,16 @@ import torch
 from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import new_shard
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.communicator.interface import FIRST, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
-from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.state import State, dump_plain, load_plain
-from hvd_elastic.worker import context
-from hvd_elastic.worker.context import Context
-from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.progress import Progress
 from tests.paths import LIMIT_S
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE, TorchFrontend())
-    monkeypatch.setattr(context, "_context", made)
-    return made
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Wire(LocalCommunicator):
@@ -120,7 +111,7 @@ def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
     content = state.content()
     shard = new_shard(content, progress, 0, 1)
     assert shard is not None
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder,
         finish=shards.append,
         on_done=lambda *_: None,
@@ -337,7 +328,7 @@ def not_finite(state: State, folder: Path) -> str:
     shard = new_shard(content, Progress(), 0, 1)
     assert shard is not None
     done: list[ShardInfo] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder,
         finish=done.append,
         on_done=lambda *_: None,
