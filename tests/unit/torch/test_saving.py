@@ -26,7 +26,7 @@ from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.debugging.profiling import StepProfile
 from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.progress import Progress
-from tests.paths import WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, WORKER_PYTHONPATH
 from tests.small_disk import mounted
 from tests.unit.torch.test_checkpoint import Told, tensors_of
 
@@ -74,7 +74,7 @@ def write_checkpoint(folder: Path, step: int = 5, **objects: torch.nn.Module) ->
     assert shard is not None
     writer = told.writer(folder)
     writer.start_shard(content, Progress(step=step), shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return complete_checkpoint(folder, told.done, 9).path
 
 

@@ -22,6 +22,7 @@ from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.state import State, dump_plain, load_plain
 from hvd_elastic.worker.progress import Progress
+from tests.paths import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -117,7 +118,7 @@ def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, progress, shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return load_checkpoint(complete_checkpoint(folder, shards, 1).path)
 
 
@@ -334,7 +335,7 @@ def not_finite(state: State, folder: Path) -> str:
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, Progress(), shard, state.lasting(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return done[0].not_finite
 
 
