@@ -183,10 +183,10 @@ def _keep_slots(
             full = [own for own in others if own.spare <= 0 and not own.hosts.isdisjoint(names)]
             if full:
                 names = names.difference(*(own.hosts for own in full))
+                if not names:
+                    kept_off[job.number] = full[0].words
+                    continue
                 each = replace(each, hosts=names)
-            if full and not names:
-                kept_off[job.number] = full[0].words
-                continue
             for own in others:
                 own.spare -= not own.hosts.isdisjoint(names)
         elif least > 1 and now - job.queued_at >= _KEPT_AFTER_S:

@@ -185,7 +185,7 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
         assert {entry["pid"] for entry in listed} >= victims
         assert all(is_alive(pid) for pid in victims)
 
-        result = tools("killclust", *arguments, "--grace", "0.5")
+        result = tools("killclust", *arguments, "--grace", "3")
         assert result.returncode == 0, result.stdout
         ended = records(result)["node1"]["processes"]
         assert isinstance(ended, list)
@@ -217,7 +217,7 @@ def test_kill_ends_nine_kinds_of_process(tools: Tools, tmp_path: Path) -> None:
         until(lambda: told.exists() and told.read_text().count("\n") == 9, "nine kinds")
         pids = [int(line.split()[0]) for line in told.read_text().splitlines()]
         arguments = [str(tools.hostfile), "--hosts", "node1", "--run", run, "--json"]
-        found = records(tools("killclust", *arguments, "--grace", "0.5"))["node1"]["processes"]
+        found = records(tools("killclust", *arguments, "--grace", "2"))["node1"]["processes"]
         assert {entry["pid"] for entry in found} == set(pids)
         assert {entry["ended"] for entry in found} == {"TERM", "KILL"}
         assert not any(map(is_alive, pids))

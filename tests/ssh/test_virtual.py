@@ -24,7 +24,7 @@ from hvd_elastic.hosts import connection as connections
 from hvd_elastic.hosts import ssh
 from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.programs.processes import read_process
+from hvd_elastic.programs.processes import read, read_process
 from hvd_elastic.tools.run import commands
 from hvd_elastic.virtual import VirtualCluster, accounts, netns, processes
 from hvd_elastic.virtual.plan import interface_name
@@ -225,7 +225,7 @@ def test_a_crash_ends_everything_and_a_boot_brings_the_host_back(both: VirtualCl
 
 
 def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return read(pid, "cmdline").replace(b"\0", b" ").decode()
 
 
 def closes(connection: socket.socket) -> bool:
@@ -415,7 +415,7 @@ def test_nothing_of_the_callers_environment_reaches_the_hosts(
         assert "tweet-7731" not in answer(made, "vc1-1", "env")
         marked = {process.pid for process in marked_processes(made.folder)}
         for pid in made.pids("vc1-1", system=True) | marked:
-            assert b"tweet-7731" not in Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"tweet-7731" not in read(pid, "environ")
 
 
 def test_names_in_use_and_wrong_arguments_are_refused(both: VirtualCluster) -> None:
@@ -569,7 +569,7 @@ def test_a_command_is_lost_with_its_host(
 
 def signal_sshd(cluster: VirtualCluster, host: str, number: int) -> None:
     for pid in cluster.pids(host, system=True):
-        if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+        if read(pid, "comm").startswith(b"sshd"):
             os.kill(pid, number)
 
 

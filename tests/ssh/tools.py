@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.programs.processes import read_process
 from tests.paths import LIMIT_S
 from tests.ssh.sshd import Sshd
 
@@ -72,7 +73,4 @@ def records(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return read_process(pid) is not None

@@ -70,7 +70,8 @@ def fetch_from_each(
                     temporary.replace(target)
             except OSError as error:
                 raise SshError(
-                    f"host {host.name}: {error.filename or target} cannot be written here: "
+                    f"host {host.name}: {error.filename2 or error.filename or target} cannot be "
+                    f"written here: "
                     f"{error.strerror}"
                 ) from error
         return Fetched(target, size)

@@ -23,16 +23,11 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.transfer import receive_file, send_file
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.programs.secure_stream import Kind, SecureStream, dial
 from tests.waiting import until
 
 LONG_S = 60.0
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 class Leader:
@@ -100,7 +95,7 @@ def test_unread_output_of_one_command_does_not_hold_up_another(connection):
     full = connection.start("exec yes")
     assert connection.run("echo free").text == "free"
     assert full.stop()
-    until(lambda: not is_running(process_id(connection, "yes")))
+    until(lambda: read_process(process_id(connection, "yes")) is None)
 
 
 def process_id(connection: Connection, name: str) -> int:
@@ -156,7 +151,7 @@ def test_host_process_that_is_closed_takes_its_commands_with_it(leader, connecti
     running = connection.start("echo $$; trap '' HUP TERM; while :; do sleep 0.1; done")
     pid = int(running.stdout.readline(LONG_S))
     process.close()
-    until(lambda: not is_running(pid))
+    until(lambda: read_process(pid) is None)
     # Its status may still arrive before the connection is gone.
     assert running.wait(LONG_S) in (-1, 128 + signal.SIGKILL)
     until(lambda: not connection.alive)
@@ -171,7 +166,7 @@ def test_agent_dies_with_its_host_process(connection):
     agent = process_id(connection, Path(sys.executable).name) or process_id(connection, "python3")
     assert agent
     os.kill(parent, signal.SIGKILL)
-    until(lambda: not is_running(agent))
+    until(lambda: read_process(agent) is None)
 
 
 def test_broken_link_is_dialled_again_by_the_same_host(leader, connection):
@@ -203,12 +198,12 @@ def test_commands_end_when_the_leader_is_gone_for_good():
     with killed.stdout as said:
         process = HostProcess(json.loads(said.readline()), "here", 1)
         pid = int(said.readline())
-        assert is_running(pid)
+        assert read_process(pid) is not None
         killed.kill()
         killed.wait()
     with pytest.raises(RunError, match="the link to the leader is lost"):
         process.wait()
-    assert not is_running(pid)
+    assert read_process(pid) is None
 
 
 def test_wrong_key_is_refused_and_both_sides_say_so(leader, process):

@@ -1,10 +1,35 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
-from hvd_elastic.hosts.process import ByteStream
+from hvd_elastic.hosts.process import ByteStream, RemoteProcess
+
+
+class Ends:
+    """A command that has ended; what it wrote last comes after its status was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._left = [b"No such file or ", b"directory\n", b""]
+
+    def read_stdout(self, _: int) -> bytes:
+        return b""
+
+    def read_stderr(self, _: int) -> bytes:
+        assert self.asked.wait(60)
+        return self._left.pop(0)
+
+    def wait(self, _: float | None) -> int:
+        self.asked.set()
+        return 1
+
+
+def test_the_last_line_of_a_command_that_has_ended_is_waited_for() -> None:
+    ends: Any = Ends()
+    assert RemoteProcess(ends, "cat", "gpu1").last_line == "No such file or directory"
 
 
 def test_lines_and_pieces() -> None:
