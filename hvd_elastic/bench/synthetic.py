@@ -20,7 +20,7 @@ from hvd_elastic.policy.evidence import replay
 from hvd_elastic.run_events import Metrics, ReadEvent, RescaleStarted
 
 
-class Progress(Protocol):
+class ProgressView(Protocol):
     """Is told how the measurement continues."""
 
     def say(self, text: str) -> None:
@@ -40,7 +40,7 @@ def measure_synthetic(
     settings: Settings,
     seconds: float,
     options: Sequence[str],
-    progress: Progress,
+    progress: ProgressView,
 ) -> Scaling:
     """Train on synthetic data at each size, and return the figures.
 

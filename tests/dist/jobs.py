@@ -180,8 +180,7 @@ class Job:
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
         """Wait for ``condition``, as long as the run lives."""
-        said = lambda: self.text  # noqa: E731
-        return until(condition, what, timeout_s, process=self.process, said=said)
+        return until(condition, what, timeout_s, process=self.process, said=lambda: self.text)
 
     def until_trains(self, size: int | None = None) -> None:
         """Wait until steps are made by ``size`` processes."""

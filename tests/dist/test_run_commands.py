@@ -174,7 +174,7 @@ def test_attach_shows_it_and_ctrl_c_leaves_it_alone(run: Detached) -> None:
         attached.send_signal(signal.SIGINT)
         _, errors = attached.communicate(timeout=START_S)
         assert attached.returncode == 0
-        assert f"run {run.run_id} goes on" in errors
+        assert f"run {run.run_id} continues" in errors
     finally:
         attached.kill()
         attached.wait()

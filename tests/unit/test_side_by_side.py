@@ -118,8 +118,7 @@ def test_broken_off_they_tidy_up(
     tmp_path: Path, start: Start, number: signal.Signals, whom: str, status: int
 ) -> None:
     process = start(BROKEN_OFF)
-    begun = lambda: len([*tmp_path.glob("*.runs")]) == 2  # noqa: E731
-    until(begun, "the tests begin", process=process)
+    until(lambda: len([*tmp_path.glob("*.runs")]) == 2, "the tests begin", process=process)
     # As a terminal does it, and as a time limit does.
     (os.killpg if whom == "all" else os.kill)(process.pid, number)
     said, _ = process.communicate(timeout=DEADLINE_S)

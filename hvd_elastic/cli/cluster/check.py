@@ -26,7 +26,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.tools.check.health import HostHealth, Level
-from hvd_elastic.tools.check.network import Link
+from hvd_elastic.tools.check.network import NetLink
 
 
 @command(HostOptions, but=["dry_run"])
@@ -167,7 +167,7 @@ def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool)
             printer.lines(result.host, "stdout", text)
 
 
-def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
+def show_links(links: Sequence[NetLink], printer: Printer, as_json: bool) -> None:
     """Print the range of bandwidth and latency between the hosts; with ``as_json`` every link."""
     if as_json:
         for link in links:

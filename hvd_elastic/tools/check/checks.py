@@ -17,7 +17,7 @@ from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_nam
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs.kill_run import OURS
 from hvd_elastic.programs.look_at_host import HOROVOD_BUILD
-from hvd_elastic.tools.check.network import Link, slow_links
+from hvd_elastic.tools.check.network import NetLink, slow_links
 
 REQUIRED = ("hvd_elastic", "horovod")
 FRAMEWORKS = ("torch", "tensorflow")
@@ -299,7 +299,7 @@ def check_users(processes: Sequence[Mapping[str, Any]], users: Collection[str]) 
     )
 
 
-def check_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:
+def check_network(names: Sequence[str], links: Sequence[NetLink]) -> dict[str, list[Check]]:
     """Return the checks of the network, each for the host that is the likely cause.
 
     Args:
@@ -342,7 +342,9 @@ def check_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list
     return found
 
 
-def _by_host(links: Sequence[Link], names: Sequence[str]) -> Iterable[tuple[str, list[Link], bool]]:
+def _by_host(
+    links: Sequence[NetLink], names: Sequence[str]
+) -> Iterable[tuple[str, list[NetLink], bool]]:
     """Group bad links by host.
 
     Yields:
@@ -363,7 +365,7 @@ def _by_host(links: Sequence[Link], names: Sequence[str]) -> Iterable[tuple[str,
             yield name, own, False
 
 
-def _speed(links: Sequence[Link]) -> str:
+def _speed(links: Sequence[NetLink]) -> str:
     rate = statistics.median([link.bytes_per_s for link in links]) * 8 / 1e6
     latency_s = statistics.median([link.latency_s for link in links])
     speed = f"{rate:.0f} Mbit/s" if rate < 9950 else f"{rate / 1e3:.0f} Gbit/s"

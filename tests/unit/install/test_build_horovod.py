@@ -522,7 +522,7 @@ def test_a_kept_wheel_that_does_not_work_is_built_anew(workshop, capsys):
     build_horovod.provide_horovod(INPUTS)
     assert workshop.count("build") == 2
     assert kept.read_text() == "wheel"
-    assert "built anew" in capsys.readouterr().out
+    assert "built again" in capsys.readouterr().out
 
 
 def test_a_failed_build_keeps_nothing(workshop, monkeypatch):

@@ -496,7 +496,7 @@ def test_a_loop_that_is_left_within_a_period_is_refused(alone: Context) -> None:
         ({"every": 2, "compression": "bf16"}, "use none, fp16 or bf16"),
         ({"every": 4, "fragments": 2}, "trains 1 parameters, and a fragment has at least one"),
         ({"every": 4, "delay": 4}, "so the delay is less than 4 batches"),
-        ({"every": 4, "delay": -1}, "of at least 0 \\(batches for which training goes on"),
+        ({"every": 4, "delay": -1}, "of at least 0 \\(batches for which training continues"),
         ({"every": 4, "mix": 1.0}, "a number from 0 to below 1"),
     ],
 )
