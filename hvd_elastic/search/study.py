@@ -32,7 +32,7 @@ from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import is_locked, take_lock
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.search.rungs import judged_value
-from hvd_elastic.search.space import Param, Suggest, fill, of_file, of_params
+from hvd_elastic.search.space import Space, fill, of_file, parse_param
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Definition:
         metric: name of the metric.
         request: the job of a trial, with placeholders in its command.
         cluster: folder of the cluster.
-        params: the parameters; empty: those that the file ``space`` asks for.
-        space: path of that file; None: there is none.
+        params: the parameters, as ``--param`` has them; empty: those that ``space`` asks for.
+        space: path of a file with a function ``suggest``; None: there is none.
         seed: of the sampler.
         token: unlike that of any other study.
     """
@@ -75,7 +75,7 @@ class Definition:
     rules: Rules
     request: JobRequest
     cluster: str
-    params: tuple[Param, ...] = ()
+    params: tuple[str, ...] = ()
     space: str | None = None
     sampler: str = "tpe"
     seed: int = 0
@@ -88,9 +88,9 @@ class Definition:
         return self.request.name
 
     @property
-    def suggest(self) -> Suggest:
-        """Chooses the parameters of a trial; see :func:`of_file` for errors."""
-        return of_params(self.params) if self.space is None else of_file(Path(self.space))
+    def values(self) -> Space:
+        """Values of the parameters."""
+        return dict(map(parse_param, self.params))
 
     @property
     def _options(self) -> bytes:
@@ -273,8 +273,10 @@ class Study:
             view.add_trials(
                 [_seen(each, trial, definition) for each, trial in zip(kept, trials, strict=True)]
             )
-            asked = view.ask()
-            values = dict(definition.suggest(asked))
+            asked = view.ask(dict(definition.values))
+            values = asked.params
+            if definition.space is not None:
+                values = dict(of_file(Path(definition.space))(asked))
             fill(definition.request.words, values, number)  # or else none could be submitted
             made = optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING,
@@ -479,8 +481,7 @@ def _sampler(definition: Definition, number: int) -> BaseSampler:
         case "gp":
             return samplers.GPSampler(seed=seed)
         case "grid":
-            grid = {param.name: param.grid() for param in definition.params}
-            return samplers.GridSampler(grid, definition.seed)
+            return samplers.BruteForceSampler(seed)
         case _:
             return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
 

@@ -35,7 +35,7 @@ from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
 from hvd_elastic.search.rungs import judged_examples, judged_value, rungs_reached
 from hvd_elastic.search.searching import Search, cluster_of
-from hvd_elastic.search.space import Param, check_space, grid_size, of_file, parse_param
+from hvd_elastic.search.space import Space, check_space, grid_size, of_file, parse_param
 from hvd_elastic.search.study import SAMPLERS, Definition, Study, require_optuna, study_names
 from hvd_elastic.search.trials import Rules, Trial
 
@@ -112,8 +112,7 @@ class SearchOptions(SubmitOptions):
 
     def definition(self, place: ClusterFolder) -> Definition:
         """Return what the study searches, and how."""
-        params = tuple(parse_param(text) for text in self.param or ())
-        trials = self.trials or grid_size(params)
+        trials = self.trials or grid_size(dict(map(parse_param, self.param or ())))
         request = self.request(place)
         deadline = self.deadline and time.time() + parse_duration("--deadline", self.deadline)
         return Definition(
@@ -128,7 +127,7 @@ class SearchOptions(SubmitOptions):
             ),
             request=replace(request, name=request.name[:_LONGEST_NAME], deadline=None),
             cluster=str(place.path),
-            params=params,
+            params=tuple(self.param or ()),
             space=None if self.space is None else str(self.space.absolute()),
             sampler=self.sampler,
             seed=secrets.randbits(31) if self.seed is None else self.seed,
@@ -180,7 +179,7 @@ class SearchOptions(SubmitOptions):
         if self.sampler == "grid" and self.space is not None:
             raise UsageError("--sampler grid needs all values in advance: give --param, not a file")
         if self.sampler == "grid":
-            _check_grid(tuple(map(parse_param, self.param or ())), self.trials)
+            _check_grid(dict(map(parse_param, self.param or ())), self.trials)
         elif self.trials is None:
             raise UsageError("give --trials N: how many trials the study has at most")
         if self.sampler == "gp":
@@ -209,7 +208,7 @@ class SearchOptions(SubmitOptions):
                 where = f"{self.space}, for every trial"
                 check_space([*values], self.command or (), source=where)
             return
-        names = [parse_param(text).name for text in self.param or ()]
+        names = [parse_param(text)[0] for text in self.param or ()]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise UsageError(f"--param names {twice[0]} twice")
@@ -234,17 +233,20 @@ def start(options: SearchOptions, detach: Detach = False) -> None:
       hvd-elastic search space.py --metric val_loss --goal min --trials 64 --rungs 3
       --max-examples 5e6 -- python train.py --lr {lr} --width {width}
     """
+    require_optuna()
+    from optuna.distributions import IntDistribution
+
     from hvd_elastic.jobs.place import open_cluster
 
     options.check()
     place = open_cluster(options.cluster)
     _check_daemon(place)
     definition = options.definition(place)
-    for each in definition.params:
-        if each.whole:
+    for each, values in definition.values.items():
+        if isinstance(values, IntDistribution):
             print(
-                f"{each.name}: whole numbers from {each.low:g} to {each.high:g}; with a point in a "
-                f"bound, such as {each.low:.1f}, any number between them"
+                f"{each}: whole numbers from {values.low} to {values.high}; with a point in a "
+                f"bound, such as {values.low}.0, any number between them"
             )
     _run(Study.create(definition), detach, definition.rules)
 
@@ -269,7 +271,7 @@ def resume(
     study = Study.open(name)
     rules = study.definition.rules
     if study.definition.sampler == "grid":
-        _check_grid(study.definition.params, trials)
+        _check_grid(study.definition.values, trials)
     if deadline is not None:
         until = time.time() + parse_duration("--deadline", deadline)
         rules = replace(rules, deadline=until)
@@ -456,8 +458,8 @@ def _check_daemon(place: ClusterFolder) -> None:
     ask_daemon(place, Hosts())
 
 
-def _check_grid(params: Sequence[Param], trials: int | None) -> None:
-    size = grid_size(params)
+def _check_grid(space: Space, trials: int | None) -> None:
+    size = grid_size(space)
     if trials is not None and trials > size:
         raise UsageError(f"--trials {trials}: the grid has {count(size, 'point')}")
 

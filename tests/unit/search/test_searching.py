@@ -37,7 +37,6 @@ from hvd_elastic.records.events import append_event
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.search import searching
 from hvd_elastic.search.searching import Search
-from hvd_elastic.search.space import parse_param
 from hvd_elastic.search.study import Definition, Study
 from hvd_elastic.search.trials import Rules, TrialStatus
 
@@ -65,7 +64,7 @@ class Played:
         request = JobRequest("digits", spec)
         definition = Definition(
             "acc", Rules("max", trials, **rules), request, str(self.place.path),
-            (parse_param("lr=1e-4..1:log"),), seed=1,
+            ("lr=1e-4..1:log",), seed=1,
         )  # fmt: skip
         self.study = Study.create(definition)
         self.told: list[str] = []

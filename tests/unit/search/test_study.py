@@ -28,7 +28,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def defined(*texts: str, **more: object) -> Definition:
-    found = tuple(map(parse_param, texts or ["lr=1e-4..1:log"]))
+    found = texts or ("lr=1e-4..1:log",)
     made = Definition("acc", RULES, REQUEST, "/clusters/test", found, seed=3)
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -131,14 +131,14 @@ def test_a_writer_that_was_killed_leaves_nothing_to_wait_for() -> None:
 def test_a_grid_is_tried_whole_and_once() -> None:
     study = Study.create(defined("lr=0.1,0.2,0.4", "width=1..3", sampler="grid"))
     with study.lock():
-        for number in range(grid_size(study.definition.params)):
+        for number in range(grid_size(study.definition.values)):
             trial = study.add_trial(study.trials())
             if number % 2:
                 study.end_trial(ended(trial, 0.5))
     points = {(trial.params["lr"], trial.params["width"]) for trial in study.trials()}
     assert len(points) == 9
     with pytest.raises(UsageError, match="lr is a range without a step"):
-        parse_param("lr=1e-4..1:log").grid()
+        grid_size(dict([parse_param("lr=1e-4..1:log")]))
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "gp"])
