@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -36,13 +35,6 @@ from hvd_elastic.virtual import VirtualCluster
 START_S = 180.0
 BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 PACKAGES = ("etcd-server", "kubernetes-client")
-COPIED = ("usr/bin/etcd", "usr/bin/kubectl")
-OF_REAL_NODE = (
-    ("kubelet",),
-    ("containerd", "runc", "containernetworking-plugins", "busybox-static"),
-    ("usr/bin/c*", "usr/*bin/runc", "usr/lib/cni/*", "bin/busybox"),
-)
-"""For one with a real kubelet: what is built, packages, and what is copied of them."""
 TOOLS = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
 _BUILD = r"""
 set -e
@@ -57,7 +49,7 @@ apt-get $apt update
 apt-get $apt download $PACKAGES $TOOLS
 apt-get $apt --download-only source kubernetes
 for each in *.deb; do dpkg -x "$each" go; done
-(cd go && cp $COPIED ../bin/)
+cp go/usr/bin/etcd go/usr/bin/kubectl bin/
 dpkg-source -x kubernetes_*.dsc k8s
 # The vendored one panics with this Go.
 rm -r k8s/vendor/github.com/modern-go/reflect2
@@ -76,7 +68,8 @@ dirs=$(grep -l '+k8s:openapi-gen=' -r vendor/k8s.io/*/ pkg cmd --include='*.go' 
 of=k8s.io/kubernetes/vendor/k8s.io
 for each in gitMajor=1 gitMinor=20 gitVersion=v1.20.2 buildDate=2021-01-13T00:00:00Z
 do flags="$flags -X $of/client-go/pkg/version.$each -X $of/component-base/version.$each"; done
-go build -ldflags "-s -w $flags" -o "$bin/" $BUILT
+go build -ldflags "-s -w $flags" -o "$bin/" \
+    ./cmd/kube-apiserver ./cmd/kube-controller-manager ./cmd/kube-scheduler
 """
 
 
@@ -96,20 +89,13 @@ def programs() -> Path:
     return Path(platformdirs.user_cache_dir("hvd_elastic")) / "kubernetes-1.20.2"
 
 
-def build(*, real_node: bool = False) -> str:
-    """Build what is not there yet, and return why it cannot be built; empty: it is there.
-
-    Args:
-        real_node: whether a kubelet and what it needs are built too.
-    """
+def build() -> str:
+    """Build what is not there yet, and return why it cannot be built; empty: it is there."""
     folder = programs()
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = [(BUILT, PACKAGES, COPIED), *([OF_REAL_NODE] if real_node else [])]
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with lock_held(folder.with_suffix(".lock"), lambda: None):
-        missing = [each for each in wanted if not (folder / each[0][-1]).exists()]
-        if not missing:
+        if (folder / BUILT[-1]).exists():
             return ""
-        built, packages, copied = ([*itertools.chain(*each)] for each in zip(*missing, strict=True))
         cpus = os.cpu_count() or 1
         print(
             f"building Kubernetes 1.20 from Debian's source, once: some {11 / min(cpus, 4):.0f} "
@@ -120,12 +106,7 @@ def build(*, real_node: bool = False) -> str:
         work = folder.with_suffix(".build")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
-        variables = {
-            "PACKAGES": " ".join(packages),
-            "COPIED": " ".join(copied),
-            "BUILT": " ".join(f"./cmd/{name}" for name in built),
-            "TOOLS": " ".join(TOOLS),
-        }
+        variables = {"PACKAGES": " ".join(PACKAGES), "TOOLS": " ".join(TOOLS)}
         log = folder.with_suffix(".log")
         with log.open("wb") as output:
             done = subprocess.run(
@@ -138,9 +119,7 @@ def build(*, real_node: bool = False) -> str:
             )
         if done.returncode == 0:
             (work / "bin" / "openapi-gen").unlink()
-            marks = [names[-1] for names, _, _ in missing]  # by which all are known to be there
-            for path in sorted((work / "bin").iterdir(), key=lambda path: path.name in marks):
-                path.replace(folder / path.name)
+            (work / "bin").rename(folder)
         shutil.rmtree(work, ignore_errors=True)
         if done.returncode == 0:
             return ""
@@ -232,7 +211,6 @@ class ControlPlane:
             *("--service-account-key-file=sa.key", "--service-account-signing-key-file=sa.key"),
             "--service-account-issuer=https://kubernetes.default.svc",
             "--disable-admission-plugins=DefaultStorageClass",
-            "--kubelet-preferred-address-types=InternalIP",
         )
         self._await(lambda: self._answers("/readyz"), "the API server")
         as_admin = ("--kubeconfig=kubeconfig", "--leader-elect=false", "--bind-address=127.0.0.1")
@@ -411,9 +389,6 @@ class Nodes:
             words = ["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
             subprocess.run(words, input=_CLOCK, check=True, text=True)
         return library
-
-    def adapt(self, pod: dict[str, Any]) -> None:
-        """Change a template of pods into one that they can follow here."""
 
     @property
     def has_memory_groups(self) -> bool:

@@ -41,9 +41,7 @@ class SubmittedPods(SubmittedRun):
             "resources": {"requests": {"cpu": "100m"}, **(resources or {})},
         }
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}}
-        pod["spec"] = {"containers": [container]}
-        nodes.adapt(pod)
-        template.write_text(json.dumps(pod))
+        template.write_text(json.dumps({**pod, "spec": {"containers": [container]}}))
         verb = ("k8s", "submit", "--image", IMAGE, "--pod-template", str(template))
         super().__init__(stage, None, *options, verb=verb, **more)
         assert self.process.wait(LIMIT_S) == 0, self.output.read_text()
