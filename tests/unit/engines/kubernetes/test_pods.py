@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,23 @@ def test_a_pod_that_does_not_start_is_told_and_given_up(cluster, said) -> None:
     assert not cluster.pods
     with pytest.raises(Exception, match="is given up after"):
         pods.ask([], "")
+
+
+def test_a_pod_that_a_queue_holds_back_is_not_given_up(cluster, said, monkeypatch) -> None:
+    pods = pods_of(cluster, said, start_limit_s=10.0)
+    pods.ask([], "")
+    (name,) = cluster.pods
+    condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    cluster.pods[name]["status"]["conditions"] = [condition]
+    for now in (0.0, 1000.0):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        assert [grant.grant_id for grant in pods.list()] == [name]
+    assert "a queue, such as Kueue's, holds it back" in said[0]
+    del condition["reason"]
+    monkeypatch.setattr(time, "monotonic", lambda: 1009.0)
+    assert [grant.grant_id for grant in pods.list()] == [name]
+    monkeypatch.setattr(time, "monotonic", lambda: 1011.0)
+    assert pods.list() == []
 
 
 @pytest.mark.parametrize(
