@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.engines.growth import Growth, Limits
-from hvd_elastic.engines.kubernetes.api import ApiError, why_ended
+from hvd_elastic.engines.kubernetes.api import Api, ApiError, why_ended
 from hvd_elastic.engines.kubernetes.manifests import Asked
 from hvd_elastic.engines.kubernetes.pods import Pods
 from hvd_elastic.leader.spec import RunSpec
@@ -165,3 +165,23 @@ def test_the_end_of_a_pod_is_put_in_words(status: dict[str, Any], words: str) ->
     container = {"image": "image:1", "state": {"terminated": status}}
     told = status if status.get("reason") == "Evicted" else {"containerStatuses": [container]}
     assert words in why_ended({"status": told})
+
+
+def test_a_server_that_is_away_is_called_again_and_a_refusal_ends_the_run(monkeypatch) -> None:
+    answers: list[Any] = [ApiError("away"), ApiError("busy", 429), {"kind": "Pod"}]
+
+    def answer(*_: object) -> Any:
+        found = answers.pop(0)
+        if isinstance(found, ApiError):
+            raise found
+        return found
+
+    monkeypatch.setattr(Api, "_call_once", answer)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    api = Api.__new__(Api)
+    assert api.call("GET", "pods/a", patience_s=60.0) == {"kind": "Pod"}
+    for refusal, patience_s, status in (("", 0.0, 75), ("no", 60.0, 1)):
+        answers[:] = [ApiError(refusal, 403 if refusal else 0)]
+        with pytest.raises(ApiError) as end:
+            api.call("GET", "pods/a", patience_s=patience_s)
+        assert end.value.exit_status == status
