@@ -122,7 +122,7 @@ class LeadOptions(RunOptions):
 
 
 NOT_HERE = (
-    *("hostfile", "inside", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts"),
+    *("hostfile", "inside", "cloud", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts"),
     *("python", "preemption"),
 )
 """Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
