@@ -22,11 +22,12 @@ class Machine:
 
     def __init__(self, folder: Path, lease_s: float, max_s: float) -> None:
         self.lease, self._down = folder / "lease", folder / "down"
-        program = folder / "shutdown"
-        program.write_text(
-            f'#!/bin/sh\necho "$@" > {self._down}.new\nmv {self._down}.new {self._down}\n'
-        )
-        program.chmod(0o755)
+        for name in ("shutdown", "poweroff"):  # those of this machine must not be found
+            program = folder / name
+            program.write_text(
+                f'#!/bin/sh\necho "$@" > {self._down}.new\n/bin/mv {self._down}.new {self._down}\n'
+            )
+            program.chmod(0o755)
         self.process = subprocess.Popen(
             [
                 sys.executable,
