@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.bodies import Bodies
-from hvd_elastic.hosts.hostfile import read_hostfile
+from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import RunningJob, Stage
 from tests.engines.markets import Ec2, Market, Rack
@@ -88,7 +88,7 @@ def test_machines_start_train_and_end(market: Market, tmp_path: Path) -> None:
     market.call(*up(market, "lab", "--instances", "2", "--hostfile", str(hosts)))
     ours = market.hosts_on() - {theirs}
     assert len(ours) == 2
-    listed = read_hostfile(hosts)
+    listed = parse_hostfile(hosts)
     assert {host.name for host in listed} == {market.cluster.address(host) for host in ours}
     assert all(host.price for host in listed)
     rows = json.loads(market.call("list", "--json").stdout)
