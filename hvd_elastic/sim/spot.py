@@ -84,6 +84,8 @@ class SpotJob:
         start_s: time from the request for a machine until it trains [s].
         lost_s: training time that a gang loses with an interruption, half the time between two
             checkpoints [s]. Elastic training loses none: the notice is longer than a step.
+        notice_s: time between the notice and the end of a spot machine [s]. Elastic training leaves
+            the machine at once; a gang uses it up to its end.
         exponent: n machines train n to this power times as fast as one.
     """
 
@@ -92,6 +94,7 @@ class SpotJob:
     deadline_h: float = 36.0
     start_s: float = 360.0
     lost_s: float = 300.0
+    notice_s: float = 120.0
     exponent: float = 0.95
 
     @property
@@ -216,6 +219,8 @@ class ElasticSpot:
             min(1.0, max(0.0, (now_h + gap_h - machine.ready_h) / gap_h))
             for machine in self._machines
         )
+        # What was counted of a machine after it had its notice, before this tick.
+        training = max(0.0, training - sum(lost) * job.notice_s / trace.gap_s)
         return gap_h * job.speed(min(training, job.machines))
 
     def _held(self, pool: int | None) -> int:
