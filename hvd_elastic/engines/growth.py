@@ -18,7 +18,14 @@ from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, take_events
-from hvd_elastic.run_events import AgentStarted, HostDraining, HostLost, HostReturned, ReadEvent
+from hvd_elastic.run_events import (
+    AgentStarted,
+    HostDraining,
+    HostLost,
+    HostReturned,
+    ReadEvent,
+    Warned,
+)
 
 START_S = 60.0
 """Least time that a host must be there before it is left again [s]: workers have to start."""
@@ -150,6 +157,8 @@ class Growth:
         """When hosts were lost, by name [monotonic s]."""
         self._draining: set[str] = set()
         """Hosts that the run is leaving, for which others are asked at once."""
+        self.at_risk: set[str] = set()
+        """Hosts that a cloud may take away soon: others are asked for before they go."""
         self._unused: dict[str, float] = {}
         """Since when hosts are unused, by name [monotonic s]."""
         self._pause_s = 5 * limits.give_back_after_s
@@ -168,6 +177,8 @@ class Growth:
                 self._draining.add(host)
             case HostReturned(host=host):
                 self._draining.discard(host)
+            case Warned(host_at_risk=host) if host:
+                self.at_risk.add(host)
 
     def adopt(self) -> None:
         """Take the hosts into the run that its last leader has left.
@@ -244,6 +255,7 @@ class Growth:
         self._lost.pop(host, None)
         self._unused.pop(host, None)
         self._draining.discard(host)
+        self.at_risk.discard(host)
         self._leaving[grant_id] = host
         self._tell(f"the run leaves {host}: {why} ({self._name(grant_id)})")
         self._owner.leave_host(grant_id)
@@ -258,14 +270,16 @@ class Growth:
 
     @property
     def _staying(self) -> dict[str, str]:
-        """Further hosts in the run that it is not leaving, by grant."""
-        return {each: host for each, host in self._joined.items() if host not in self._draining}
+        """Further hosts in the run that it will keep, by grant."""
+        going = self._draining | self.at_risk
+        return {each: host for each, host in self._joined.items() if host not in going}
 
     def _of_first(self, now: float) -> list[str]:
         return [
             name
             for name in self.first
-            if now - self._lost.get(name, now) < _LOST_S and name not in self._draining
+            if now - self._lost.get(name, now) < _LOST_S
+            and name not in self._draining | self.at_risk
         ]
 
     # -- how many --------------------------------------------------------------------------
