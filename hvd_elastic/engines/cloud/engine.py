@@ -244,7 +244,7 @@ def cloud_engine(
             give_back_after_s=setting_s("GIVE_BACK", _GIVE_BACK_AFTER_S),
             least=least,
             most_pending=definition.most,
-            look_s=_LOOK_S,
+            look_s=setting_s("LOOK", _LOOK_S),
         )
         growth = Growth(hosts, limits, spec, tell)
         try:
