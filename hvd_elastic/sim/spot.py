@@ -218,9 +218,6 @@ class ElasticSpot:
             self._machines.append(_Machine(chosen.number, ready_h))
         missing = range(self._held(None), plan.on_demand)
         self._machines += [_Machine(None, ready_h) for _ in missing]
-        # Machines on demand go when as many others train in their place.
-        surplus = sum(machine.ready_h <= now_h for machine in self._machines) - job.machines
-        self._keep(None, max(plan.on_demand, self._held(None) - max(0, surplus)))
         prices = sum(pools[m.pool].price for m in self._machines if m.pool is not None)
         dear = self._held(None)
         outcome.pay(prices, len(self._machines) - dear, dear, trace.on_demand, gap_h)
