@@ -29,7 +29,7 @@ from hvd_elastic.engines.cloud.provider import (
 )
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count, duration_words, plural
+from hvd_elastic.formatting import count, duration_words
 
 _SETTLE_S = 30.0
 """How long after an order a list without its machines is not believed [s]."""
@@ -333,7 +333,7 @@ class Machines:
                 return len(ended)
             if len(left) != said and left:
                 said = len(left)
-                self._tell(f"{count(said, 'machine')} {plural('ends', said)}")
+                self._tell(f"{count(said, 'machine')} to end")
             elif not left and said:
                 said = 0
                 self._tell("an order was not answered: looking for its machines")

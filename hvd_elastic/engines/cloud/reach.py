@@ -10,6 +10,7 @@ from hvd_elastic.engines.cloud.lease import renew_lease
 from hvd_elastic.engines.cloud.provider import Machine
 from hvd_elastic.engines.cloud.records import Definition
 from hvd_elastic.errors import SshError
+from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host
@@ -116,7 +117,7 @@ class Reach:
         """
         ready: dict[str, Machine] = {}
         why = dict.fromkeys(ids, "it has not started")
-        ends, said = time.monotonic() + limit_s, -1
+        ends, said = time.monotonic() + limit_s, ""
         while True:
             there = {each.id: each for each in look()}
             for each in [each for each in why if each in there and there[each].is_live]:
@@ -129,9 +130,11 @@ class Reach:
                 if not reason:
                     ready[each] = there[each]
                     del why[each]
-            if len(ready) != said:
-                said = len(ready)
-                tell(f"{said} of {len(ids)} machines are ready")
+            reasons = "; ".join(sorted(set(why.values())))
+            text = f"{len(ready)} of {count(len(ids), 'machine')} can be used"
+            if (text := f"{text}: {reasons}" if reasons else text) != said:
+                said = text
+                tell(text)
             for each in gone:
                 machine = there.get(each)
                 why[each] = (machine.why if machine else "") or "it has ended by itself"
