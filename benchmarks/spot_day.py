@@ -47,6 +47,8 @@ _BATCH, _STEP_S = 24, 0.6
 """Examples of a step, and how long it takes on one machine [s]."""
 _NOTICE_S = 5.0
 """Time between the notice and the end of a machine [s]; not as short as the rest of the day."""
+_LEFT_OUT_S = 5.0
+"""How long a pool without capacity is not asked again [s]."""
 _JOB = Path(__file__).resolve().parent / "testbed/sleeping_job.py"
 
 
@@ -171,6 +173,7 @@ class Day:
             math.inf,
             start_s=start_s * ratio,
             notice_s=_NOTICE_S * ratio,
+            left_out_s=_LEFT_OUT_S * ratio,
             exponent=1.0,
         )
         return simulate_spot(self.trace, job, RULES["elastic"](self.trace, job))
@@ -224,6 +227,7 @@ class Day:
     def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "AWS_"))}
         settings = {"SETTLE": "2", "LEASE": "60", "START_LIMIT": "60", "LOOK": "1"}
+        settings["LEFT_OUT"] = str(_LEFT_OUT_S)
         return {
             **kept,
             **self.cloud.environment,

@@ -19,9 +19,6 @@ pools are rarely interrupted together, which is worth more than a small differen
 _FORCED_STARTS = 2.0
 """Start-up times that are kept in reserve before the deadline: one for the machines on demand and
 one for a spot machine that is interrupted in the meantime."""
-_SWAP_STARTS = 1.0
-"""Start-up times that must be left for a spot machine to replace one on demand: it may be
-interrupted, and then one on demand has to start again."""
 
 
 class MachinePool(Protocol):
@@ -72,7 +69,8 @@ class MachinePlan:
 
     Attributes:
         spot: number of spot machines, as far as the cloud has them.
-        on_demand: number of machines on demand.
+        on_demand: number of machines on demand. Those that run stay to the end: spot machines in
+            their place could be interrupted, and there is no time for another start.
         reason: why, in words.
     """
 
@@ -98,7 +96,7 @@ def plan_machines(need: MachineNeed, pools: Sequence[MachinePool]) -> MachinePla
     (16, 0)
     >>> late = plan_machines(MachineNeed(16, 5, left_s=14900.0, work_s=14400.0), pools)
     >>> late.spot, late.on_demand
-    (16, 11)
+    (5, 11)
     """
     demand = cheapest_pool([pool for pool in pools if not pool.spot])
     spot = cheapest_pool(useful_pools(pools, spot=True))
@@ -111,36 +109,24 @@ def plan_machines(need: MachineNeed, pools: Sequence[MachinePool]) -> MachinePla
         f", {count(need.at_risk, 'replacement')} for machines at risk" if need.at_risk else ""
     )
     wanted = need.most + need.at_risk
-    spare_s = math.inf if need.work_s is None else need.left_s - need.work_s
-    times = (
-        "there is no deadline"
-        if math.isinf(need.left_s)
-        else f"{duration_words(max(0.0, need.left_s))} are left until the deadline"
-    )
-    if math.isfinite(need.left_s):
-        times += (
-            ", and how long the work takes is not known yet"
-            if need.work_s is None
-            else f" for {duration_words(need.work_s)} of work on {count(need.most, 'machine')}"
-        )
-    if spare_s > _FORCED_STARTS * need.start_s:
+    if math.isinf(need.left_s):
+        plan = MachinePlan(wanted, 0, f"all on spot machines{replaced}: there is no deadline")
+        return _within_budget(need, plan, spot, demand)
+    left = f"{duration_words(max(0.0, need.left_s))} are left until the deadline"
+    if need.work_s is None:
+        # A deadline must not pass because there was nothing to measure the work on.
+        measuring = int(safe + need.on_demand == 0)
+        why = f"{left}, and how long the work takes is not known yet"
+        by = "spot machines and one on demand" if measuring else "spot machines"
+        plan = MachinePlan(wanted, measuring, f"{by}{replaced}: {why}")
+        return _within_budget(need, plan, spot, demand)
+    times = f"{left} for {duration_words(need.work_s)} of work on {count(need.most, 'machine')}"
+    if need.left_s - need.work_s > _FORCED_STARTS * need.start_s:
         plan = MachinePlan(wanted, 0, f"all on spot machines{replaced}: {times}")
-    elif spare_s >= _SWAP_STARTS * need.start_s:
-        filled = max(0, need.most - safe)
-        plan = MachinePlan(
-            wanted,
-            filled,
-            f"{count(filled, 'machine')} on demand for lack of spot machines{replaced}: {times}",
-        )
     else:
         filled = min(need.most, max(need.on_demand, need.most - safe))
         kept = need.most - filled + need.at_risk
-        plan = MachinePlan(
-            kept,
-            filled,
-            f"{count(filled, 'machine')} on demand up to the end{replaced}: {times}, which leaves "
-            "no time for another start",
-        )
+        plan = MachinePlan(kept, filled, f"{filled} on demand up to the end{replaced}: {times}")
     return _within_budget(need, plan, spot, demand)
 
 

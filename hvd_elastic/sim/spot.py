@@ -86,6 +86,7 @@ class SpotJob:
             checkpoints [s]. Elastic training loses none: the notice is longer than a step.
         notice_s: time between the notice and the end of a spot machine [s]. Elastic training leaves
             the machine at once; a gang uses it up to its end.
+        left_out_s: how long a pool that had too few machines is not asked again [s].
         exponent: n machines train n to this power times as fast as one.
     """
 
@@ -95,6 +96,7 @@ class SpotJob:
     start_s: float = 360.0
     lost_s: float = 300.0
     notice_s: float = 120.0
+    left_out_s: float = 600.0
     exponent: float = 0.95
 
     @property
@@ -176,6 +178,8 @@ class ElasticSpot:
     def __init__(self, trace: SpotTrace, job: SpotJob) -> None:
         self._trace, self._job = trace, job
         self._machines: list[_Machine] = []
+        self._left_out_h: dict[int, float] = {}
+        """Until when pools are not asked, by number [h]."""
 
     def tick(self, tick: int, done_h: float, outcome: SpotOutcome) -> float:
         """See :class:`Rule`."""
@@ -201,17 +205,19 @@ class ElasticSpot:
         plan = plan_machines(need, [*pools, demand])
         ready_h = now_h + job.start_s / _HOUR_S
         useful = useful_pools([*pools, demand], spot=True)
+        useful = [pool for pool in useful if self._left_out_h.get(pool.number, 0.0) <= now_h]
         for _ in range(len(spot), plan.spot):
             held = {pool: self._held(pool.number) for pool in pools}
-            free = [p for p in useful if held[p] < trace.pools[p.number].counts[tick]]
-            if not free:
+            for pool in [*useful]:
+                if held[pool] >= trace.pools[pool.number].counts[tick]:
+                    useful.remove(pool)
+                    self._left_out_h[pool.number] = now_h + job.left_out_s / _HOUR_S
+            if not useful:
                 break
-            self._machines.append(_Machine(order_pools(free, held)[0].number, ready_h))
+            chosen = order_pools(useful, held)[0]
+            self._machines.append(_Machine(chosen.number, ready_h))
         missing = range(self._held(None), plan.on_demand)
         self._machines += [_Machine(None, ready_h) for _ in missing]
-        # Machines on demand go when as many others train in their place.
-        surplus = sum(machine.ready_h <= now_h for machine in self._machines) - job.machines
-        self._keep(None, max(plan.on_demand, self._held(None) - max(0, surplus)))
         prices = sum(pools[m.pool].price for m in self._machines if m.pool is not None)
         dear = self._held(None)
         outcome.pay(prices, len(self._machines) - dear, dear, trace.on_demand, gap_h)

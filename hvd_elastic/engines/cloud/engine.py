@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.provider import Machine
+from hvd_elastic.engines.cloud.provider import Machine, Offer
 from hvd_elastic.engines.cloud.providers import provider_of
 from hvd_elastic.engines.cloud.reach import Reach
 from hvd_elastic.engines.cloud.records import CloudFolder, setting_s
@@ -24,9 +25,12 @@ from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.hosts.connection import Connection, SshOptions
 from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
 from hvd_elastic.hosts.ssh import connect, own_address_towards
+from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import Objective
+from hvd_elastic.policy.spot import MachineNeed, plan_machines
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import HostDrained
+from hvd_elastic.run_events import HostDrained, ReadEvent, RunStarted
 
 START_LIMIT_S = 600.0
 """How long a machine may take until it answers over ssh [s]; then it is given up."""
@@ -52,6 +56,7 @@ class CloudHosts:
         machines: the machines.
         reach: how they are reached.
         tell: called with what is done, in words.
+        objective: what the run is after; its deadline may force machines on demand.
     """
 
     host_word = grant_word = "machine"
@@ -59,7 +64,12 @@ class CloudHosts:
     """All hosts are machines that were asked for."""
 
     def __init__(
-        self, hostfile: Path, machines: Machines, reach: Reach, tell: Callable[[str], None]
+        self,
+        hostfile: Path,
+        machines: Machines,
+        reach: Reach,
+        tell: Callable[[str], None],
+        objective: Objective | None = None,
     ) -> None:
         self._hostfile, self._machines, self._reach, self._tell = hostfile, machines, reach, tell
         self._ssh = SshOptions(config_path=reach.options.config_path)
@@ -75,6 +85,11 @@ class CloudHosts:
         self._start_limit_s = setting_s("START_LIMIT", START_LIMIT_S)
         self.start_s: float | None = None
         """Longest time that a machine took from its order until it could be used [s]."""
+        self._objective = objective
+        self._measured = Measured()
+        self._began = time.time()
+        """When the run began [Unix s]."""
+        self._said = ""
 
     # -- as the engine of a run ------------------------------------------------------------
 
@@ -139,8 +154,49 @@ class CloudHosts:
         """
         if self._machines.left_s > leave_before_s():
             held = self._machines.look()
-            spot = self._machines.definition.spot
-            self._machines.start(number, held, 0 if spot else number)
+            self._machines.start(number, held, self._new_on_demand(number, held))
+
+    def take_event(self, event: ReadEvent) -> None:
+        """Take an event of the run, from which its progress is known."""
+        with self._changing:
+            self._measured.note_event(event)
+            if isinstance(event, RunStarted):
+                self._began = event.t
+
+    def _new_on_demand(self, number: int, held: Sequence[Machine]) -> int:
+        """Return how many of so many new machines may be on demand."""
+        asked = self._machines.definition
+        if not asked.spot:
+            return number
+        offers = self._machines.offers()
+        spot = sum(each.offer.spot for each in held)
+        deadline_s = None if self._objective is None else self._objective.deadline_s
+        need = MachineNeed(
+            asked.most,
+            spot,
+            len(held) - spot,
+            left_s=math.inf if deadline_s is None else self._began + deadline_s - time.time(),
+            work_s=self._work_s(asked.most, offers),
+            start_s=self.start_s or MachineNeed.start_s,
+            budget=asked.budget,
+        )
+        plan = plan_machines(need, offers)
+        kind = plan.reason.partition(":")[0]
+        if plan.on_demand and kind != self._said:
+            self._tell(plan.reason)
+        self._said = kind
+        return max(0, plan.on_demand - need.on_demand)
+
+    def _work_s(self, machines: int, offers: Sequence[Offer]) -> float | None:
+        """Return how long the rest of the work takes on so many machines [s]; None: not known."""
+        target = None if self._objective is None else self._objective.target
+        slots = [min(each.slots for each in offers)] * machines
+        with self._changing:
+            goodput = self._measured.goodput(slots)
+            todo = self._measured.remaining(target, None)
+        if goodput is None or todo is None or not goodput[-1] > 0:
+            return None
+        return float(todo / goodput[-1])
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
         self._machines.stop(grant_ids)
@@ -233,7 +289,7 @@ def cloud_engine(
     spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
     with contextlib.closing(cloud.use(by)):
         machines = Machines(cloud, provider_of(definition), tell, by)
-        hosts = CloudHosts(folder.hosts, machines, Reach(definition), tell)
+        hosts = CloudHosts(folder.hosts, machines, Reach(definition), tell, spec.objective)
         offers = machines.offers()
         slots = min(each.slots for each in offers)
         least = max(1, definition.least, -(-spec.min_np // slots))
@@ -244,7 +300,7 @@ def cloud_engine(
             give_back_after_s=setting_s("GIVE_BACK", _GIVE_BACK_AFTER_S),
             least=least,
             most_pending=definition.most,
-            look_s=_LOOK_S,
+            look_s=setting_s("LOOK", _LOOK_S),
         )
         growth = Growth(hosts, limits, spec, tell)
         try:
@@ -290,10 +346,12 @@ def _watching(
 ) -> Iterator[None]:
     """End the machine of each host that is drained, and stop the run before the deadline."""
     follower = folder.follow_events()
-    follower.poll()  # what an earlier leader has seen
+    for event in follower.poll():  # what an earlier leader has seen
+        hosts.take_event(event)
 
     def look() -> bool:
         for event in follower.poll():
+            hosts.take_event(event)
             if isinstance(event, HostDrained):
                 with contextlib.suppress(RunError):  # its lease ends it
                     hosts.stop_host(event.host)

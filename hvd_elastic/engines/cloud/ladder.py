@@ -24,9 +24,13 @@ class Ladder:
     What is left out depends on what was said: one pool (no capacity), all zones of a type (a quota
     is for a region), both markets of a type in a zone (the type does not exist there), or
     everything for a pause that doubles each time (too many calls).
+
+    Args:
+        left_out_s: how long a pool is left out [s].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_out_s: float = LEFT_OUT_S) -> None:
+        self._left_out_s = left_out_s
         self._until: dict[tuple[str, str, bool | None], float] = {}
         self._why: dict[tuple[str, str, bool | None], str] = {}
         self.not_before = 0.0
@@ -48,7 +52,7 @@ class Ladder:
                 return
             case _:
                 key = (offer.type, offer.zone, offer.spot)
-        self._until[key] = now + LEFT_OUT_S
+        self._until[key] = now + self._left_out_s
         self._why[key] = str(error)
 
     def started(self) -> None:

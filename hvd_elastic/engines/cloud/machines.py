@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from hvd_elastic.engines.cloud.ladder import Ladder
+from hvd_elastic.engines.cloud.ladder import LEFT_OUT_S, Ladder
 from hvd_elastic.engines.cloud.lease import LEASE_S, user_data
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
@@ -65,7 +65,7 @@ class Machines:
         self.definition = definition or folder.read()
         self.lease_s = setting_s("LEASE", LEASE_S)
         self._settle_s = setting_s("SETTLE", _SETTLE_S)
-        self._ladder = Ladder()
+        self._ladder = Ladder(setting_s("LEFT_OUT", LEFT_OUT_S))
         self._offers: tuple[Offer, ...] = ()
         self._offers_until = -math.inf
         self._seen_intents: dict[str, float] = {}

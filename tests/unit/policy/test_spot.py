@@ -48,21 +48,23 @@ def test_without_a_deadline_nothing_on_demand_is_asked_for():
     assert "no deadline" in plan.reason
 
 
-def test_a_deadline_of_unknown_work_is_said():
-    assert "not known yet" in plan_machines(need(left_s=HOUR), POOLS).reason
+def test_work_that_is_not_known_is_measured_on_demand_if_there_is_no_spot_machine():
+    plan = plan_machines(need(left_s=HOUR), POOLS)
+    assert (plan.spot, plan.on_demand) == (8, 1)
+    assert "not known yet" in plan.reason
+    assert plan_machines(need(spot=1, left_s=HOUR), POOLS).on_demand == 0
 
 
 @pytest.mark.parametrize(("left_s", "on_demand"), [(6 * HOUR + 601, 0), (6 * HOUR + 599, 5)])
 def test_the_deadline_forces_machines_on_demand_two_starts_before_it_is_too_late(left_s, on_demand):
     plan = plan_machines(need(spot=3, left_s=left_s, work_s=6 * HOUR), POOLS)
-    assert (plan.spot, plan.on_demand) == (8, on_demand)
+    assert (plan.spot, plan.on_demand) == (8 - on_demand, on_demand)
 
 
-def test_machines_on_demand_are_kept_once_another_start_would_be_too_late():
+def test_machines_on_demand_stay_to_the_end():
     plan = plan_machines(need(spot=8, on_demand=5, left_s=HOUR + 299, work_s=HOUR), POOLS)
     assert (plan.spot, plan.on_demand) == (3, 5)
-    swapped = plan_machines(need(spot=8, on_demand=5, left_s=HOUR + 301, work_s=HOUR), POOLS)
-    assert (swapped.spot, swapped.on_demand) == (8, 0)
+    assert "up to the end" in plan.reason
 
 
 def test_a_machine_at_risk_gets_a_replacement():
