@@ -739,15 +739,15 @@ def test_keepers_of_others_are_warned_of_once_a_minute(
 
     def say_all() -> None:
         request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
-        ask_daemon(place, Submit([request], {}))
-        with place.connect("keepers.sock", LIMIT_S) as link:
+        ask_daemon(shared, Submit([request], {}))
+        with shared.connect("keepers.sock", LIMIT_S) as link:
             for trouble in troubles:
                 link.sendall(json.dumps(trouble).encode() + b"\n")
-                ask_daemon(place, Hosts())  # after that the daemon has read it
+                ask_daemon(shared, Hosts())  # after that the daemon has read it
 
-    with shared_place() as place:
-        daemon = Running(place, place.path.parent / "hosts")
-        as_other(place, say_all)
+    with shared_place() as shared:
+        daemon = Running(shared, shared.path.parent / "hosts")
+        as_other(shared, say_all)
         daemon.down(leave_jobs=True)
     assert capfd.readouterr().err.count("the keeper of user nobody") == warnings
 
