@@ -6,8 +6,8 @@ does what at which moment; ``rescaling`` takes the process to the next generatio
 
 from __future__ import annotations
 
-import contextlib
 import atexit
+import contextlib
 import gc
 import os
 import time
