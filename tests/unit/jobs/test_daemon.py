@@ -736,7 +736,7 @@ def test_keepers_of_others_are_warned_of_once_a_minute(
     monkeypatch.setattr(runs, "_WARN_S", apart_s)
     troubles = [{"type": "trouble", "message": f"no space {number}"} for number in range(3)]
 
-    def say_all() -> None:
+    def say_all(place: ClusterFolder) -> None:
         request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
         ask_daemon(place, Submit([request], {}))
         with place.connect("keepers.sock", LIMIT_S) as link:
@@ -746,7 +746,7 @@ def test_keepers_of_others_are_warned_of_once_a_minute(
 
     with shared_place() as place:
         daemon = Running(place, place.path.parent / "hosts")
-        as_other(place, say_all)
+        as_other(place, lambda: say_all(place))
         daemon.down(leave_jobs=True)
     assert capfd.readouterr().err.count("the keeper of user nobody") == warnings
 

@@ -372,8 +372,8 @@ def test_what_a_job_of_another_user_makes_up_is_left_out(run: Written) -> None:
 class Claims(Measured):
     """What a job says of itself: by default, that it gains by each slot and lasts an hour."""
 
-    timed = {1, 2}  # type: ignore[assignment]  # noqa: RUF012
-    rescale_s = noise = 0.0  # type: ignore[assignment]
+    timed = {1, 2}  # noqa: RUF012
+    rescale_s = noise = 0.0
 
     def __init__(self, goodput: Sequence[float] = range(5), left: float = 3600.0) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ def test_a_user_wins_little_by_measurements_that_are_made_up() -> None:
 
     gains = Claims([0.0, 1.0, 1e3, 1e6, 1e9])
     keeps = Claims()
-    keeps.noise = 1e9  # type: ignore[misc]
+    keeps.noise = 1e9
     for claims in (Claims(), gains, keeps):
         assert slots(claims, Claims(left=60.0), "abc", "d") == 1
     for name, value in (("rescale_s", -1e9), ("rescale_s", 1e300), ("_left", 1e300)):
