@@ -88,7 +88,7 @@ $(SETTINGS): FORCE
 		|| printf '%s\n' '$(SETTING)' 'extras: $(ALL_EXTRAS)' > $@
 
 $(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py hvd_elastic/install/pinned.txt
-	@sh scripts/bootstrap.sh "$(PYTHON)"
+	@sh scripts/bootstrap.sh "$(PYTHON)" $(MAKECMDGOALS)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
 		--extras "$(ALL_EXTRAS)" $(if $(filter-out env lint,$(MAKECMDGOALS)),--horovod)
 	@touch $@
@@ -100,7 +100,7 @@ $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic
 # Slurm comes from the system's packages, Spark and Ray are extras; the tests build Kubernetes.
 $(ENGINES): $(HOROVOD)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
-		--extras "$(ALL_EXTRAS),spark,ray,kubernetes" --engines
+		--extras "$(ALL_EXTRAS),spark,ray,kubernetes,moto" --engines
 	@touch $@
 
 $(TRAINERS): $(HOROVOD)

@@ -9,13 +9,11 @@ these types.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-HostSlots = tuple[str, int]
-"""Name and number of slots of a host."""
 Status = Literal["succeeded", "failed", "stopped"]
 """How a run ends."""
 Action = Literal["grow", "shrink", "move", "stay", "pause", "resume"]
@@ -24,6 +22,13 @@ Bound = Literal["nothing", "cores", "storage", "link", "unknown"]
 """What ranks that wait for data wait for."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 """A whole number that a float can hold; no run has as many examples."""
+
+
+class HostSlots(NamedTuple):
+    """A host, and the number of workers that it may hold; written as a list of both."""
+
+    name: str
+    slots: int
 
 
 class Departure(enum.Enum):
@@ -345,7 +350,7 @@ class Shares(RunEvent, tag="shares"):
 
 
 class ExampleSkipped(RunEvent, tag="example_skipped"):
-    """An example of the data set cannot be decoded and is left out; once for each worker."""
+    """An example of the dataset cannot be decoded and is left out; once for each worker."""
 
     example: str
     reason: str
@@ -479,11 +484,13 @@ class Warned(RunEvent, tag="warning"):
     """A problem that does not stop the run.
 
     ``unusable_host``: no agent can be started there; ``fatal``: another try is useless.
+    ``host_at_risk``: the cloud may take this host away soon.
     """
 
     message: str
     unusable_host: str = ""
     fatal: bool = False
+    host_at_risk: str = ""
 
 
 class RunFinished(RunEvent, tag="run_finished"):

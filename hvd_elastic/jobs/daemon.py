@@ -21,10 +21,11 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count, one_line
 from hvd_elastic.jobs.admission import within_limits
 from hvd_elastic.jobs.gpus import HostGpus
-from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Use, barred_words
 from hvd_elastic.jobs.job import (
+    Cancelled,
     Down,
     Job,
     JobKind,
@@ -34,7 +35,7 @@ from hvd_elastic.jobs.job import (
 from hvd_elastic.jobs.keeper import BeginLeader
 from hvd_elastic.jobs.limits import LimitsFile
 from hvd_elastic.jobs.notify import ClusterRecord
-from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
+from hvd_elastic.jobs.operator_state import OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, eta_moved
@@ -91,8 +92,7 @@ class Daemon:
         policy: decides which job has how many slots.
         operators: ids of users who may change the jobs of others.
         notify: shell command that is told of events; empty: none.
-        drains: faults of its hardware that drain a host: ``failed``, ``warning`` (those that tell
-            that it may break as well), or none if empty.
+        drains: faults of its hardware that drain a host; see :class:`HardwareHealth`.
         notify_held_s: how long a job is held until that is an event [s]; None: as the job says.
 
     Raises:
@@ -114,15 +114,13 @@ class Daemon:
         notify_held_s: float | None = None,
     ) -> None:
         self._policy = policy
-        self._drains = drains
-        self._kept_unhealthy = ("", 0.0)
-        """The last host, with the time of its faults, if they are a reason to drain it."""
         self._record = record = ClusterRecord(place, notify)
         self._hosts = ClusterHosts(hostfile, record.warn)
         self._operator_state = OperatorState(place.operator_state)
         self._store = JobStore.create(place.database)
         self._queue = JobQueue(self._store, record.emit, self._tell_user, notify_held_s)
         self._health = HostHealth(hostfile, ssh_config)
+        self._hardware = HardwareHealth(drains, self._operator_state, record)
         self._gpus = HostGpus(hostfile, ssh_config)
         self._limits = LimitsFile(place.limits, record.warn)
         self._shares = ClusterShares(place.shares, record.warn)
@@ -130,8 +128,8 @@ class Daemon:
             place,
             operators,
             (self._queue, self._store),
-            (self._hosts, self._health, self._operator_state, self._gpus),
-            record.emit,
+            (self._hosts, self._health, self._hardware, self._operator_state, self._gpus),
+            record,
             host_rows=self._host_rows,
             limit_rows=self._limit_rows,
             has_keeper=self._has_keeper,
@@ -222,6 +220,7 @@ class Daemon:
         if self._hosts.changed():
             self._record.hosts(self._hosts.listed)
             self._health.forget_others(self._hosts.listed)
+            self._hardware.forget_others(self._hosts.listed)
             self._gpus.ask_again(self._gpus.known.keys() - self._hosts.listed.keys())
             self._queue.changed = True
         self._record.work()
@@ -236,7 +235,7 @@ class Daemon:
             self._look_at_run(job)
         self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
-        self._drain_unhealthy_hosts(now)
+        self._queue.changed |= self._hardware.drain(self._hosts.listed, self._health.lost, now)
         for host in self._record.lost(self._health.lost, self._hosts.listed):
             self._queue.tell_lost(host, self._health.lost[host])
         if self._queue.changed or now >= self._decide_at:
@@ -321,41 +320,11 @@ class Daemon:
                 self._queue.changed = True
 
     def _note_faults(self, job: Job, progress: RunProgress) -> None:
-        """Tell of the faults of hosts of which a run has told."""
+        """Note the faults of hosts of which a run has told."""
         for told in progress.hosts.take_faults():
             is_foreign = job.request.user is not None and told.host not in job.held
-            if is_foreign or told.host not in self._hosts.listed:
-                continue
-            if self._health.faults_told(told):
-                texts = [fault.text for fault in self._health.faults[told.host].faults]
-                self._record.emit("host_unhealthy", {"host": told.host, "faults": texts})
-
-    def _drain_unhealthy_hosts(self, now: float) -> None:
-        """Drain hosts whose hardware has faults, if that is asked for, but not the last one."""
-        state = self._operator_state
-        for host, told in self._health.faults.items() if self._drains else ():
-            if host in state.closed:
-                continue
-            faults = [
-                fault
-                for fault in state.new_faults(host, told.faults, told.t)
-                if fault.is_broken or self._drains == "warning"
-            ]
-            if not faults:
-                continue
-            if self._hosts.listed.keys() <= {host, *state.closed, *self._health.lost}:
-                if self._kept_unhealthy != (host, told.t):
-                    self._kept_unhealthy = host, told.t
-                    text = f"host {host} is not drained, since it is the last: {faults[0].text}"
-                    self._record.warn(text)
-                continue
-            known = {fault.what: fault.number for fault in told.faults}
-            reason = "; ".join(fault.text for fault in faults)
-            drained = Drained(reason, HEALTH, now, known)
-            state.drain(host, drained)
-            fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
-            self._record.emit("host_drained", {"host": host, **fields})
-            self._queue.changed |= state.changed(now)
+            if told.host in self._hosts.listed and not is_foreign:
+                self._hardware.note_faults(told)
 
     def _suspect_silent_hosts(self, now: float) -> None:
         """Have the hosts tried that a run does not hear from, while other runs hear from theirs.
@@ -415,7 +384,11 @@ class Daemon:
                 self._health.host_works(host, _python(job))
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
-            ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
+            cancelled = job.request.cancelled or Cancelled("its user")
+            state, also = cancelled.cause.status, ""
+            if status != "stopped":
+                state, also = JobStatus.CANCELLED, f"; it ended with: {message}"
+            ended = self._queue.ended(job, state, f"{cancelled}{also}")
         elif job.stop is StopReason.TIME_LIMIT:
             also = "" if status == "stopped" else f"; it ended with: {message}"
             ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
@@ -608,8 +581,8 @@ class Daemon:
 
     def _host_rows(self) -> list[dict[str, Any]]:
         drained = self._operator_state.drained
-        health = self._health
-        told = (health.lost, self._silent, drained, health.faults, self._barred.causes)
+        causes = self._barred.causes
+        told = (self._health.lost, self._silent, drained, self._hardware.faults, causes)
         return self._hosts.rows(self._uses(), *told)
 
     def _limit_rows(self) -> dict[str, Any]:

@@ -131,8 +131,7 @@ class ClusterHosts:
                 words.append(f"unhealthy: {'; '.join(row['faults'])}")
             words += [barred_words(name, user) for user, host in barred if host == name]
             if why is not None:
-                begins = "drained" if why.at <= now else "will be drained"
-                words.insert(0, f"{begins}: {why.words(now)}")
+                words.insert(0, why.words(now))
                 if why.at <= now:
                     used = row["jobs"] or row["occupied"]
                     row |= {"free": 0, "state": "leaving" if used else "drained"}

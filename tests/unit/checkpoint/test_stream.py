@@ -19,8 +19,9 @@ from hvd_elastic.checkpoint.manifests import CheckpointInfo, complete_checkpoint
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
 from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import Content, byte_range, new_shard, shard_count, shard_index
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import CheckpointError
+from tests.paths import LIMIT_S
 
 
 class Position:
@@ -59,7 +60,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray[Any, Any]], size: int = 1) 
     """As ``size`` ranks would write them."""
     done: list[ShardInfo] = []
     errors: list[Exception] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder, finish=lambda _: None, on_done=lambda s, _: done.append(s), on_error=errors.append
     )
     for rank in range(size):
@@ -67,7 +68,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray[Any, Any]], size: int = 1) 
         shard = new_shard(content, Position(), rank, size)
         if shard is not None:
             writer.start_shard(content, Position(), shard, set(), 0.0)
-            assert writer.flush(30)
+            assert writer.flush(LIMIT_S)
     assert not errors
     return complete_checkpoint(folder, done, 1)
 
@@ -138,7 +139,7 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Arrays, "make_buffer", refuse)
     errors: list[Exception] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         tmp_path, finish=lambda _: None, on_done=lambda *_: None, on_error=errors.append
     )
     content = Arrays({"w": np.ones(4)})
@@ -146,7 +147,7 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert shard is not None
     writer.start_shard(content, Position(), shard, set(), 0.0)
     writer.prepare(content, 32)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     said = "there is no memory for a copy of 32 bytes (Unable to allocate)"
     assert [said in str(error) for error in errors] == [True, True]
 

@@ -263,8 +263,9 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     ask_daemon(place, DrainHost("a", "later", "ann", at + 3600))
     assert row(place)["state"] == "up"
     assert row(place)["cause"].startswith("will be drained: later (ann, from ")
-    answer = ask_daemon(place, DrainHost("a", "bad DIMM", "ann", at))
-    assert answer.message.startswith("host a is drained")
+    answer = ask_daemon(place, DrainHost("A", "bad DIMM", "ann", at))
+    assert answer.message.startswith("host a is drained; it is the last host")
+    assert "; this replaces: will be drained: later (ann, from " in answer.message
     daemon.until(lambda: row(place)["state"] == "drained")
     assert row(place)["cause"].startswith("drained: bad DIMM (ann, since ")
     assert row(place)["free"] == 0
@@ -273,7 +274,7 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     again = Running(place, hosts(place))
     assert row(place)["state"] == "drained"
     assert not leads(again, number)
-    ask_daemon(place, UndrainHost("a", "ann"))
+    ask_daemon(place, UndrainHost("A", "ann"))
     again.until(lambda: leads(again, number))
     kinds = [record["kind"] for record in iter_records(place.events)]
     assert (kinds.count("host_drained"), kinds.count("host_undrained")) == (2, 1)
@@ -325,8 +326,7 @@ def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
     again = Running(place, hostfile, drains="failed")
     ask_daemon(place, UndrainHost("a", "ann"))  # as it is
     other = submit(place, FAULTS=json.dumps([HOT, BROKEN]))
-    again.until(lambda: leads(again, other))
-    time.sleep(1)
+    again.until(lambda: BROKEN["text"] in "".join(cause for _, cause in rows()))
     assert [state for state, _ in rows()] == ["up", "up"], "its operator knew of it"
     ask_daemon(place, Cancel([other, broken], "ann"))
     worse = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 2}]))
@@ -334,7 +334,8 @@ def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
     ask_daemon(place, Cancel([worse], "ann"))
     last = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 9}]))
     again.until(lambda: "is not drained, since it is the last" in capfd.readouterr().err)
-    time.sleep(1)
+    for _ in range(3):  # the daemon looks again after each answer
+        rows()
     assert "is not drained" not in capfd.readouterr().err, "once"
     ask_daemon(place, Cancel([last], "ann"))
     again.down(leave_jobs=False)
@@ -736,17 +737,17 @@ def test_keepers_of_others_are_warned_of_once_a_minute(
     monkeypatch.setattr(runs, "_WARN_S", apart_s)
     troubles = [{"type": "trouble", "message": f"no space {number}"} for number in range(3)]
 
-    def say_all(place: ClusterFolder) -> None:
+    def say_all() -> None:
         request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
-        ask_daemon(place, Submit([request], {}))
-        with place.connect("keepers.sock", LIMIT_S) as link:
+        ask_daemon(shared, Submit([request], {}))
+        with shared.connect("keepers.sock", LIMIT_S) as link:
             for trouble in troubles:
                 link.sendall(json.dumps(trouble).encode() + b"\n")
-                ask_daemon(place, Hosts())  # after that the daemon has read it
+                ask_daemon(shared, Hosts())  # after that the daemon has read it
 
-    with shared_place() as place:
-        daemon = Running(place, place.path.parent / "hosts")
-        as_other(place, lambda: say_all(place))
+    with shared_place() as shared:
+        daemon = Running(shared, shared.path.parent / "hosts")
+        as_other(shared, say_all)
         daemon.down(leave_jobs=True)
     assert capfd.readouterr().err.count("the keeper of user nobody") == warnings
 

@@ -24,7 +24,8 @@ NOW = 10_000.0
 
 
 def job(number: int, **more: Any) -> Job:
-    asked = {key: more.pop(key) for key in ("kind", "min_np", "max_np", "priority") if key in more}
+    keys = ("kind", "min_np", "max_np", "priority", "time_limit_s")
+    asked = {key: more.pop(key) for key in keys if key in more}
     request = JobRequest("train", {"command": ["python"]}, **asked)
     times = {"submitted_at": NOW - 100 + number, "queued_at": NOW - 100 + number}
     return Job(number, request, f"train-{number}", **{**times, **more})
@@ -367,6 +368,52 @@ def test_what_a_job_of_another_user_makes_up_is_left_out(run: Written) -> None:
     for measured, most in ((progress.measured, 2), (made_up, 1)):
         candidate = Candidate(replace(running(1, {"a": 1}), request=asked), measured)
         assert sum(plan_slots([candidate], HOSTS, NOW).slots[1].values()) == most
+
+
+def plain(number: int, **more: Any) -> Candidate:
+    return Candidate(job(number, kind=JobKind.PLAIN, max_np=1, **more))
+
+
+def test_job_that_needs_several_slots_starts_behind_an_endless_row_of_plain_commands() -> None:
+    """In virtual time: four commands of 100 s run at any time, and others wait."""
+    wide = job(1, kind=JobKind.FIXED, min_np=4, max_np=4, submitted_at=NOW, queued_at=NOW)
+    runs = {
+        n: running(n, {"ab"[n % 2]: 1}, kind=JobKind.PLAIN, for_s=20.0 * n) for n in range(2, 6)
+    }
+    for second in range(0, 3600, 5):
+        now = NOW + second
+        runs = {n: each for n, each in runs.items() if now - (each.started_at or 0.0) < 100.0}
+        queued = [plain(10_000 + second + n, queued_at=now - 60.0) for n in range(9)]
+        plan = plan_slots([*map(Candidate, runs.values()), Candidate(wide), *queued], HOSTS, now)
+        if plan.slots[1]:
+            assert 600 <= second <= 700, "the last command of before has ended"
+            told = "waits: job 1 (train-1) is before it and needs 4 slots"
+            assert {plan.reasons[each.job.number] for each in queued} == {told}
+            return
+        for each in queued:
+            if held := plan.slots[each.job.number]:
+                started = replace(each.job, status=JobStatus.RUNNING, started_at=now, held=held)
+                runs[started.number] = started
+        assert second >= 600 or len(runs) == 4, "slots are kept for who has waited for long"
+    pytest.fail("it has not started")
+
+
+def test_commands_that_do_not_delay_a_job_before_them_start() -> None:
+    limit = {"kind": JobKind.PLAIN, "time_limit_s": 600.0}
+    runs = [Candidate(running(n, {"a": 1}, for_s=100.0, **limit)) for n in (2, 3)]
+    wide = Candidate(job(1, kind=JobKind.FIXED, min_np=3, max_np=3, queued_at=NOW - 700.0))
+    short, long, any_length = (
+        Candidate(job(number, kind=JobKind.PLAIN, max_np=1, time_limit_s=limit_s))
+        for number, limit_s in ((4, 500.0), (5, 501.0), (6, None))
+    )
+    plan = plan_slots([*runs, wide, long, any_length, short], HOSTS, NOW)
+    assert [bool(plan.slots[n]) for n in (1, 4, 5, 6)] == [False, True, False, False]
+    spare = plan_slots([runs[0], wide, long, any_length], [*HOSTS, HostSlots("c", 1)], NOW)
+    assert [bool(spare.slots[n]) for n in (1, 5, 6)] == [True, True, False], "one slot is left"
+    there = replace(wide, hosts=frozenset("a"))
+    asks = replace(there.job, request=replace(there.job.request, min_np=2, max_np=2))
+    plan = plan_slots([runs[0], replace(there, job=asks), long, any_length], HOSTS, NOW)
+    assert [plan.slots[n] for n in (1, 5, 6)] == [{}, {"b": 1}, {"b": 1}], "on another host"
 
 
 class Claims(Measured):

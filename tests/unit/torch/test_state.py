@@ -15,24 +15,16 @@ import torch
 from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import new_shard
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.communicator.interface import FIRST, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
-from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.state import State, dump_plain, load_plain
-from hvd_elastic.worker import context
-from hvd_elastic.worker.context import Context
-from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.progress import Progress
+from tests.paths import LIMIT_S
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE, TorchFrontend())
-    monkeypatch.setattr(context, "_context", made)
-    return made
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Wire(LocalCommunicator):
@@ -119,14 +111,14 @@ def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
     content = state.content()
     shard = new_shard(content, progress, 0, 1)
     assert shard is not None
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder,
         finish=shards.append,
         on_done=lambda *_: None,
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, progress, shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return load_checkpoint(complete_checkpoint(folder, shards, 1).path)
 
 
@@ -336,14 +328,14 @@ def not_finite(state: State, folder: Path) -> str:
     shard = new_shard(content, Progress(), 0, 1)
     assert shard is not None
     done: list[ShardInfo] = []
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         folder,
         finish=done.append,
         on_done=lambda *_: None,
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, Progress(), shard, state.lasting(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return done[0].not_finite
 
 

@@ -31,7 +31,9 @@ class Cluster:
     def release_host(self, name: str, *, is_last: bool) -> None:
         self.released.append(name)
 
-    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def call(
+        self, method: str, path: str, body: Any = None, patience_s: float = 0.0
+    ) -> dict[str, Any]:
         if method == "GET":
             return {"items": [*self.pods.values()]}
         if self.refusal is not None:
@@ -40,7 +42,7 @@ class Cluster:
         self.pods[name] = {"metadata": {"name": name}, "status": {"phase": "Pending"}}
         return {}
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, patience_s: float = 0.0) -> None:
         del self.pods[path.removeprefix("pods/")]
 
     def come(self, name: str) -> None:
@@ -133,6 +135,10 @@ def test_a_pod_that_does_not_start_is_told_and_given_up(cluster, said) -> None:
         ({"reason": "Evicted", "message": "low on memory"}, "Evicted: low on memory"),
         ({"reason": "OOMKilled", "exitCode": 137}, "more memory than its limit"),
         ({"exitCode": 1, "message": "\nNo module named 'hvd_elastic'\n"}, "has no hvd_elastic"),
+        (
+            {"exitCode": 128, "message": 'exec: "python3": executable file not found in $PATH'},
+            "has no python3 on its PATH",
+        ),
         ({"exitCode": 3, "reason": "Error", "message": "first\nlast"}, "exit status 3 (last)"),
         ({"exitCode": 0}, ""),
     ],
