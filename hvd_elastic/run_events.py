@@ -350,7 +350,7 @@ class Shares(RunEvent, tag="shares"):
 
 
 class ExampleSkipped(RunEvent, tag="example_skipped"):
-    """An example of the data set cannot be decoded and is left out; once for each worker."""
+    """An example of the dataset cannot be decoded and is left out; once for each worker."""
 
     example: str
     reason: str
@@ -484,11 +484,13 @@ class Warned(RunEvent, tag="warning"):
     """A problem that does not stop the run.
 
     ``unusable_host``: no agent can be started there; ``fatal``: another try is useless.
+    ``host_at_risk``: the cloud may take this host away soon.
     """
 
     message: str
     unusable_host: str = ""
     fatal: bool = False
+    host_at_risk: str = ""
 
 
 class RunFinished(RunEvent, tag="run_finished"):

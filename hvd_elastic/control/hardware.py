@@ -42,7 +42,7 @@ _XIDS = {
 _NVLINK = range(144, 151)
 """Xid events of NVLink, whose text says whether they are fatal."""
 _MILD = (63, 92, 94)
-"""Xid events after which a GPU can go on."""
+"""Xid events after which a GPU can continue."""
 
 
 def judge_hardware(

@@ -785,6 +785,6 @@ class RunMachine:
             if worker.leave_by is None:
                 continue
             if now >= worker.leave_by:
-                self._kill(worker, f"worker {worker.place} was told to leave and did not")
+                self._kill(worker, f"worker {worker.place} did not leave when asked to")
             else:
                 self._out.wake(worker.leave_by)

@@ -59,7 +59,7 @@ def make_percentage(line: str) -> int | None:
     return None if found is None else min(int(found.group(1)), 100)
 
 
-class Progress:
+class ProgressLine:
     """Shows ``label … 42 % 1:23``; rewrites the line on a terminal, else repeats it rarely.
 
     Args:
@@ -131,7 +131,7 @@ def run_quietly(
         BuildError: it could not be started, or its exit status is not 0; the message has the
             relevant lines and the path of the log.
     """
-    progress = Progress(label)
+    progress = ProgressLine(label)
     log.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     network_told = False

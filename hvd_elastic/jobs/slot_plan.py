@@ -398,6 +398,13 @@ def expected_starts(
     return found
 
 
+_MOST_NOISE = 0.25
+"""Largest relative error of another user's measurements that counts: its slots are worth more to a
+job by three times that, so with a made-up one it would keep them for ever."""
+_LONGEST_S = 1e9
+"""Longest pause of a change of slots, and length of a job, that can have been measured [s]."""
+
+
 def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
     """Return whether a job of another user has measured what can be: its keeper may tell anything.
 
@@ -405,11 +412,27 @@ def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
     """
     try:
         goodput = measured.goodput(per_host)
-        numbers = (measured.remaining(None, None), measured.rescale_s, measured.noise)
+        left = measured.remaining(None, None)
+        times_s = [measured.rescale_s, measured.noise]
+        if goodput is not None and left is not None:
+            times_s.append(left / float(goodput.max()))
     except Exception:  # noqa: BLE001  # whatever made-up numbers lead to
         return False
     makes_sense = goodput is None or bool(np.all(np.isfinite(goodput) & (goodput >= 0)))
-    return makes_sense and not any(math.isnan(each) for each in numbers if each is not None)
+    return makes_sense and all(0 <= each <= _LONGEST_S for each in times_s)
+
+
+def _at_most_linear(goodput: np.ndarray) -> np.ndarray:
+    """Return a goodput of which further slots bring no more than the first ones.
+
+    >>> _at_most_linear(np.array([0.0, 2.0, 3.0, 99.0]))
+    array([0., 2., 3., 6.])
+    """
+    known = np.flatnonzero(goodput)
+    if not known.size:
+        return goodput
+    slots = np.arange(len(goodput))
+    return np.asarray(np.minimum(goodput, goodput[known[0]] * slots / known[0]))
 
 
 def _as_policy_job(
@@ -441,6 +464,9 @@ def _as_policy_job(
         service, rescale_s = measured.service(now), measured.rescale_s
         rescales = measured.rescales
         noise, timed_with = measured.noise, measured.timed
+        if request.user is not None:
+            goodput = None if goodput is None else _at_most_linear(goodput)
+            noise = min(noise, _MOST_NOISE)
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     timed = 0 if measured is None else measured.slots

@@ -279,8 +279,8 @@ class Leader:
         self._run.readers.drop()
         with contextlib.suppress(Exception):  # the journal itself may be what failed
             self._run.journal.warn(
-                f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
-                f"for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
+                f"the leader fails ({type(error).__name__}: {error}). The hosts continue without "
+                f"it for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
                 f"checkpoint: {self._run.folder.resume_command} leads on"
             )
 
@@ -382,7 +382,7 @@ class Leader:
         if takeover.unwritable is not None:
             if not workers:
                 raise takeover.unwritable
-            self._run.journal.warn(f"training goes on without checkpoints: {takeover.unwritable}")
+            self._run.journal.warn(f"training continues without checkpoints: {takeover.unwritable}")
         if event.awaited and not workers:
             names = hosts_named(event.awaited)
             self._run.journal.warn(

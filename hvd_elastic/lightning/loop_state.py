@@ -133,7 +133,7 @@ def version_of(logger: Any) -> dict[str, Any]:
 
 
 def take_versions(loggers: Iterable[Any], versions: Iterable[Mapping[str, Any]]) -> None:
-    """Have loggers go on where those of another rank write; see :func:`version_of`."""
+    """Have loggers continue where those of another rank write; see :func:`version_of`."""
     for logger, version in zip(loggers, versions, strict=True):
         vars(logger).update(version)
 

@@ -75,7 +75,7 @@ def decide(
         end=tuple(trial.number for trial in end),
         priorities={trial.number: standing.priority(trial) for trial in train},
         add=add,
-        reasons={trial.number: standing.reason(trial) for trial in active},
+        reasons={t.number: words for t in trials if (words := standing.reason(t))},
         finished=finished,
     )
 
@@ -123,6 +123,13 @@ def judged_value(rules: Rules, trial: Trial) -> float:
     if value is not None:
         return value
     return trial.points[-1].value if trial.points else math.nan
+
+
+def judged_examples(rules: Rules, trial: Trial) -> float:
+    """Return the useful examples at which :func:`judged_value` was reported."""
+    reached = rungs_reached(rules, trial)
+    newest = trial.points[-1].examples if trial.points else 0.0
+    return rules.rung_examples[reached - 1] if reached else newest
 
 
 def rank_trials(rules: Rules, trials: Sequence[Trial]) -> list[Trial]:
@@ -213,15 +220,18 @@ class _Standing:
         return round(_HIGHER**reached * _BEST ** (1 - worse), 2)
 
     def reason(self, trial: Trial) -> str:
-        """Return in words why a trial trains, is held or is done."""
+        """Return in words why a trial trains, is held or is done; empty: no rung decides that."""
         examples, reached = self._rules.rung_examples, self._reached[trial.number]
-        if reached == 0:
+        if reached == 0 and trial.status.active:
             return f"trains to rung 1 of {len(examples)}" if examples else "trains to its end"
-        rung = self._rungs[reached - 1]
+        rung = self._rungs[reached - 1] if reached else None
+        if rung is None or trial.number not in rung.ranked:
+            return ""
         at = f"rung {reached} of {len(examples)} ({number_words(round(examples[reached - 1]))} "
         place = f"place {self._place(trial) + 1} of {len(rung.ranked)} at {at}useful examples)"
-        if self.is_done(trial):
-            return f"done: {place}"
+        if self.is_done(trial) or not trial.status.active:
+            state = TrialStatus.DONE if trial.status.active else trial.status
+            return f"{state.value}: {place}"
         if self.goes_on(trial):
             return f"goes on: {place}"
         if rung.best:

@@ -24,6 +24,7 @@ from hvd_elastic.jobs.job import Hosts
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.records.json_lines import read_records
 from tests.dist import jobs
 from tests.dist.jobs import START_S, assert_nothing_left, audit_of, call, hostfile_of, write_script
@@ -110,14 +111,7 @@ class Cluster:
         """Kill -9."""
         pid = json.loads((self.folder / "daemon.lock").read_text())["pid"]
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the daemon is gone")
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+        until(lambda: read_process(pid) is None, "the daemon is gone")
 
 
 def till(path: Path) -> str:

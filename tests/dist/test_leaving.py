@@ -199,7 +199,7 @@ def check_ended_by_a_signal(job: RunningJob) -> None:
     output = job.output.read_text()
     assert "Traceback" not in output
     assert f"its checkpoint is of step {finished['checkpoint_step']}" in output
-    assert f"go on with: hvd-elastic run --resume {job.run_id}" in output
+    assert f"resume with: hvd-elastic run --resume {job.run_id}" in output
     job.check_nothing_left()
     job.check_equal_parameters()
     job.check_audit()

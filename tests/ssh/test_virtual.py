@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 import pwd
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from hvd_elastic.hosts import connection as connections
 from hvd_elastic.hosts import ssh
 from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.programs.processes import read_process
+from hvd_elastic.programs.processes import read, read_process
 from hvd_elastic.tools.run import commands
 from hvd_elastic.virtual import VirtualCluster, accounts, netns, processes
 from hvd_elastic.virtual.plan import interface_name
@@ -32,6 +33,7 @@ from hvd_elastic.virtual.processes import CpuGroups, marked_processes
 from hvd_elastic.virtual.state import clusters_folder
 from tests.paths import COSTLY, LIMIT_S
 from tests.small_disk import mounted
+from tests.waiting import until
 
 NO_NAMESPACES = netns.why_no_namespaces()
 needs_namespaces = [
@@ -86,13 +88,6 @@ def answer(cluster: VirtualCluster, host: str, command: str) -> str:
     done = log_in(cluster, host, command)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.01)
 
 
 def connect(cluster: VirtualCluster, host: str) -> socket.socket:
@@ -231,7 +226,7 @@ def test_a_crash_ends_everything_and_a_boot_brings_the_host_back(both: VirtualCl
 
 
 def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return read(pid, "cmdline").replace(b"\0", b" ").decode()
 
 
 def closes(connection: socket.socket) -> bool:
@@ -421,7 +416,7 @@ def test_nothing_of_the_callers_environment_reaches_the_hosts(
         assert "tweet-7731" not in answer(made, "vc1-1", "env")
         marked = {process.pid for process in marked_processes(made.folder)}
         for pid in made.pids("vc1-1", system=True) | marked:
-            assert b"tweet-7731" not in Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"tweet-7731" not in read(pid, "environ")
 
 
 def test_names_in_use_and_wrong_arguments_are_refused(both: VirtualCluster) -> None:
@@ -575,7 +570,7 @@ def test_a_command_is_lost_with_its_host(
 
 def signal_sshd(cluster: VirtualCluster, host: str, number: int) -> None:
     for pid in cluster.pids(host, system=True):
-        if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+        if read(pid, "comm").startswith(b"sshd"):
             os.kill(pid, number)
 
 
@@ -832,3 +827,34 @@ def test_a_users_mistake_is_one_line(home: Path, words: list[str], status: int, 
     assert done.returncode == status
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("command", ["shutdown -h now", "poweroff", "systemctl poweroff"])
+def test_a_host_that_shuts_itself_down_is_off_and_boots_again(spaces, command):
+    if shutil.which(command.split()[0]) is None:
+        pytest.skip("this machine has no such program, and nothing that hosts have to be kept from")
+    first, second = spaces.hosts
+    done = log_in(spaces, first, f"{command}; sleep {LIMIT_S:g}")
+    assert done.returncode == 255, "the connection is closed"
+    deadline = time.monotonic() + LIMIT_S
+    while spaces.status(first) != "off":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert spaces.status(second) == "up"
+    spaces.boot(first)
+    assert log_in(spaces, first, "hostname").stdout.strip() == first
+
+
+@pytest.mark.root
+@pytest.mark.skipif(shutil.which("shutdown") is None, reason="this machine has no shutdown")
+def test_a_shutdown_may_be_later_and_be_cancelled_and_no_host_reboots(spaces):
+    host = spaces.hosts[0]
+    asked = "cat /run/virtclust.shutdown"
+    assert log_in(spaces, host, f"shutdown +5 && sleep 0.5 && {asked} && shutdown -c").stdout
+    assert log_in(spaces, host, f"kill -0 $({asked})").returncode == 1
+    for reboot in ("reboot", "shutdown -r now"):
+        refused = log_in(spaces, host, reboot)
+        assert refused.returncode == 1
+        assert "virtclust boot HOST" in refused.stderr
+    assert spaces.status(host) == "up"

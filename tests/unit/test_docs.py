@@ -18,7 +18,7 @@ from hvd_elastic.cli.app import SECTIONS
 from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.records.events import EVENT_TYPES
 from scripts import commands_doc
-from tests.paths import ROOT, WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, ROOT, WORKER_PYTHONPATH
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("hvd-elastic", "runclust", "copyclust", "killclust", "checkclust", "virtclust")
@@ -279,7 +279,7 @@ def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, Progress(step=7), shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     manifest = complete_checkpoint(tmp_path, done, 1).path
     text = read(ROOT / "docs" / "run-folder.md")
     (example,) = [f["body"] for f in _FENCE.finditer(text) if f["language"] == "python"]

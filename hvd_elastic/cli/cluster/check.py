@@ -26,7 +26,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.tools.check.health import HostHealth, Level
-from hvd_elastic.tools.check.network import Link
+from hvd_elastic.tools.check.network import NetLink
 
 
 @command(HostOptions, but=["dry_run"])
@@ -106,7 +106,10 @@ def check(
 
 
 def _users_of_hosts() -> dict[str, list[str]]:
-    """Return who has jobs on the hosts of the clusters that this user knows and that are up."""
+    """Return who has jobs on the hosts of the clusters that this user knows and that are up.
+
+    A host may be in several of them.
+    """
     from hvd_elastic.jobs.job import Hosts
     from hvd_elastic.jobs.place import list_clusters
     from hvd_elastic.jobs.server import ask_daemon
@@ -116,7 +119,8 @@ def _users_of_hosts() -> dict[str, list[str]]:
         with contextlib.suppress(RunError):
             if place.daemon_alive():
                 rows = ask_daemon(place, Hosts()).data
-                found |= {row["host"]: row["users"] for row in rows if "users" in row}
+                for row in rows:
+                    found.setdefault(row["host"], []).extend(row["users"])
     return found
 
 
@@ -163,7 +167,7 @@ def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool)
             printer.lines(result.host, "stdout", text)
 
 
-def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
+def show_links(links: Sequence[NetLink], printer: Printer, as_json: bool) -> None:
     """Print the range of bandwidth and latency between the hosts; with ``as_json`` every link."""
     if as_json:
         for link in links:

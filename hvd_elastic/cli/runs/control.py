@@ -172,7 +172,7 @@ def drain(
             drained = _wait_until_drained(folder, follower, host, leave_in_s or 0.0)
         except KeyboardInterrupt:
             print(
-                f"run {folder.run_id} goes on leaving host {host}; give it back with: hvd-elastic "
+                f"run {folder.run_id} is still leaving host {host}; give it back with: hvd-elastic "
                 f"drain {folder.run_id} {host} --undo",
                 file=sys.stderr,
             )
@@ -213,7 +213,7 @@ def _wait_until_drained(
             folder.need_leader("drain")
         if time.monotonic() > deadline:
             raise RunError(
-                f"run {folder.run_id} was told to leave host {host} and still has a worker there: "
+                f"run {folder.run_id} was asked to leave host {host} and still has a worker there: "
                 "only that one has the state of the training. Add a host to the hostfile, or see: "
                 f"hvd-elastic status {folder.run_id}"
             )

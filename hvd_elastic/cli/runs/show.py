@@ -210,7 +210,8 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:
         print(
-            f"detached; run {folder.run_id} goes on. End it with: hvd-elastic stop {folder.run_id}",
+            f"detached; run {folder.run_id} continues. End it with: hvd-elastic stop "
+            f"{folder.run_id}",
             file=sys.stderr,
         )
         return
@@ -250,7 +251,7 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
             f"run {folder.run_id} has not told its hosts yet; see: hvd-elastic status "
             f"{folder.run_id}"
         )
-    hosts = [each for each in hosts if each.name not in drained]
+    hosts = [host for host in hosts if host.name not in drained]
     if not folder.leader_alive():
         print(
             f"warning: run {folder.run_id} has no live leader; these are its last hosts",

@@ -78,7 +78,7 @@ def top(
         float, number_option("seconds between two looks", "--interval", above=True)
     ] = 1.0,
 ) -> None:
-    """Show a run on the terminal as it goes on, until it ends or Ctrl-C.
+    """Show a run live on the terminal, until it ends or Ctrl-C.
 
     Examples:
       hvd-elastic top

@@ -149,7 +149,7 @@ class Takeover:
             hosts=hosts,
             agents=tuple(self._ready),
             awaited=tuple(host for host in self.asked if host not in self._ready),
-            # Numbers go on where nothing is held: no two generations of a run have the same.
+            # Numbers continue where nothing is held: no two generations of a run have the same.
             generation=newest.generation or past.generation,
             members=newest.members,
             # A changed --np is newer than an earlier hvd-elastic scale.
@@ -265,7 +265,7 @@ class Failover:
             self._takeover.deadline = min(self._takeover.deadline, time.monotonic() + TAKEOVER_S)
 
     def retry_unreachable_hosts(self, now: float) -> None:
-        """Try unreachable hosts again, and go on when the time is over; called often."""
+        """Try unreachable hosts again, and continue when the time is over; called often."""
         if self._takeover is not None:
             for host in self._takeover.due(now):
                 self._executor.start_agent(host, take_over=True)

@@ -15,7 +15,7 @@ from hvd_elastic.replaced_files import temporary_in
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedFile:
     """A file that was fetched.
 
     Attributes:
@@ -33,7 +33,7 @@ def fetch_from_each(
     folder: Path,
     options: SshOptions,
     fanout: int = DEFAULT_FANOUT,
-) -> Iterator[HostResult[Fetched]]:
+) -> Iterator[HostResult[FetchedFile]]:
     """Copy a file of each host to ``folder/HOST/NAME``; one that was there is replaced as a whole.
 
     Args:
@@ -56,7 +56,7 @@ def fetch_from_each(
         )
     there = f"./{source[2:]}" if source.startswith("~/") else source  # commands run in the home
 
-    def fetch(host: Host, stopper: Stopper) -> Fetched:
+    def fetch(host: Host, stopper: Stopper) -> FetchedFile:
         target = folder / host.name / name
         with connect(host, options) as connection:
             stopper.add_action(connection.close)
@@ -74,6 +74,6 @@ def fetch_from_each(
                     f"written here: "
                     f"{error.strerror}"
                 ) from error
-        return Fetched(target, size)
+        return FetchedFile(target, size)
 
     return fan_out(hosts, fetch, fanout)

@@ -21,6 +21,7 @@ from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import Content, byte_range, new_shard, shard_count, shard_index
 from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import CheckpointError
+from tests.paths import LIMIT_S
 
 
 class Position:
@@ -67,7 +68,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray[Any, Any]], size: int = 1) 
         shard = new_shard(content, Position(), rank, size)
         if shard is not None:
             writer.start_shard(content, Position(), shard, set(), 0.0)
-            assert writer.flush(30)
+            assert writer.flush(LIMIT_S)
     assert not errors
     return complete_checkpoint(folder, done, 1)
 
@@ -146,7 +147,7 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert shard is not None
     writer.start_shard(content, Position(), shard, set(), 0.0)
     writer.prepare(content, 32)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     said = "there is no memory for a copy of 32 bytes (Unable to allocate)"
     assert [said in str(error) for error in errors] == [True, True]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.errors import BuildError
-from hvd_elastic.install.quiet import Progress, make_percentage, run_quietly, telling_lines
+from hvd_elastic.install.quiet import ProgressLine, make_percentage, run_quietly, telling_lines
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 def test_on_a_terminal_one_line_is_rewritten_and_never_goes_back():
     clock, out = Clock(), io.StringIO()
-    progress = Progress("Building", out, clock, terminal=True)
+    progress = ProgressLine("Building", out, clock, terminal=True)
     for seconds, percentage in ((1, 10), (2, 40), (3, 12)):
         clock.now = 100.0 + seconds
         progress.update(percentage)
@@ -41,7 +41,7 @@ def test_on_a_terminal_one_line_is_rewritten_and_never_goes_back():
 
 def test_elsewhere_a_line_is_written_seldom():
     clock, out = Clock(), io.StringIO()
-    progress = Progress("Building", out, clock, terminal=False)
+    progress = ProgressLine("Building", out, clock, terminal=False)
     for _ in range(120):
         clock.now += 1
         progress.update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -415,3 +416,42 @@ def test_commands_that_do_not_delay_a_job_before_them_start() -> None:
     asks = replace(there.job, request=replace(there.job.request, min_np=2, max_np=2))
     plan = plan_slots([runs[0], replace(there, job=asks), long, any_length], HOSTS, NOW)
     assert [plan.slots[n] for n in (1, 5, 6)] == [{}, {"b": 1}, {"b": 1}], "on another host"
+
+
+class Claims(Measured):
+    """What a job says of itself: by default, that it gains by each slot and lasts an hour."""
+
+    timed = {1, 2}  # noqa: RUF012
+    rescale_s = noise = 0.0
+
+    def __init__(self, goodput: Sequence[float] = range(5), left: float = 3600.0) -> None:
+        super().__init__()
+        self._goodput, self._left = np.asarray(goodput, np.float64), left
+
+    def goodput(self, per_host: Sequence[int]) -> np.ndarray:
+        return self._goodput
+
+    def remaining(self, target_examples: float | None, epochs: float | None) -> float:
+        return self._left
+
+
+def test_a_user_wins_little_by_measurements_that_are_made_up() -> None:
+    """The claim of another user's job is bounded by what a job can be."""
+    theirs = replace(job(1).request, user=4001)
+    hosts = [HostSlots(name, 1) for name in "abcd"]
+
+    def slots(claims: Claims, honest: Claims, own: str, other: str) -> int:
+        held, others = (dict.fromkeys(names, 1) for names in (own, other))
+        liar = Candidate(replace(running(1, held), request=theirs), claims)
+        jobs = [liar, Candidate(running(2, others), honest)]
+        return sum(plan_slots(jobs, hosts, NOW).slots[1].values())
+
+    gains = Claims([0.0, 1.0, 1e3, 1e6, 1e9])
+    keeps = Claims()
+    keeps.noise = 1e9
+    for claims in (Claims(), gains, keeps):
+        assert slots(claims, Claims(left=60.0), "abc", "d") == 1
+    for name, value in (("rescale_s", -1e9), ("rescale_s", 1e300), ("_left", 1e300)):
+        nonsense = Claims()
+        setattr(nonsense, name, value)
+        assert slots(nonsense, Claims(), "a", "bc") == 1, "as if nothing were measured"

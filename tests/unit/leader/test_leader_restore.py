@@ -111,8 +111,8 @@ def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed)
     assert finish is not None
     assert finish.status == "failed"
     assert finish.message == (
-        "checkpoint X cannot be brought to any host. Nothing was removed or begun anew: mend that "
-        "and go on with: hvd-elastic run --resume r1, or start a new run"
+        "checkpoint X cannot be brought to any host. Nothing was removed or started again: fix "
+        "that and resume with: hvd-elastic run --resume r1, or start a new run"
     )
     assert run.audit() == []
     assert not any(agent.sent for agent in run.agents.values())
@@ -143,7 +143,7 @@ def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: R
 def test_only_where_there_is_none_training_begins_anew(run: Resumed) -> None:
     run.leader._executor._restore(run.announced, Brought())
     assert [record["step"] for record in run.audit()] == [0]
-    assert run.warnings() == ["there is no complete checkpoint: training begins anew"]
+    assert run.warnings() == ["there is no complete checkpoint: training starts from scratch"]
     assert [agent.sent[0].announcement.restore for agent in run.agents.values()] == [None, None]
 
 

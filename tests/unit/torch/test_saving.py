@@ -26,7 +26,7 @@ from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.debugging.profiling import StepProfile
 from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.progress import Progress
-from tests.paths import WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, WORKER_PYTHONPATH
 from tests.small_disk import mounted
 from tests.unit.torch.test_checkpoint import Told, tensors_of
 
@@ -74,7 +74,7 @@ def write_checkpoint(folder: Path, step: int = 5, **objects: torch.nn.Module) ->
     assert shard is not None
     writer = told.writer(folder)
     writer.start_shard(content, Progress(step=step), shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return complete_checkpoint(folder, told.done, 9).path
 
 
@@ -147,7 +147,9 @@ def test_a_script_that_opens_what_it_saved_is_told_how_to_load_it(
     monkeypatch.setattr(alone.worker.sink, "send", told.append)
     alone.worker.saves.names.add("best.pt")
     for name in ("best.pt", "data.pt"):
-        alone.script_failed(f"FileNotFoundError: [Errno 2] No such file or directory: '{name}'\n")
+        alone.worker.script_failed(
+            f"FileNotFoundError: [Errno 2] No such file or directory: '{name}'\n"
+        )
     hinted = ["hvd.load_model('best.pt', model, share=True)" in each.traceback for each in told]
     assert hinted == [True, False]
 

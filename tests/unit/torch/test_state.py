@@ -20,19 +20,11 @@ from hvd_elastic.communicator.interface import FIRST, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
-from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.state import State, dump_plain, load_plain
-from hvd_elastic.worker import context
-from hvd_elastic.worker.context import Context
-from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.progress import Progress
+from tests.paths import LIMIT_S
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE, TorchFrontend())
-    monkeypatch.setattr(context, "_context", made)
-    return made
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Wire(LocalCommunicator):
@@ -126,7 +118,7 @@ def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, progress, shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return load_checkpoint(complete_checkpoint(folder, shards, 1).path)
 
 
@@ -343,7 +335,7 @@ def not_finite(state: State, folder: Path) -> str:
         on_error=lambda error: pytest.fail(str(error)),
     )
     writer.start_shard(content, Progress(), shard, state.lasting(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     return done[0].not_finite
 
 
