@@ -38,7 +38,7 @@ from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.search.progress import TrialProgress
 from hvd_elastic.search.rungs import decide, judged_value, rank_trials, rungs_reached
 from hvd_elastic.search.space import fill
-from hvd_elastic.search.study import Study
+from hvd_elastic.search.study import Study, StudyError
 from hvd_elastic.search.trials import Decision, Trial, TrialStatus
 
 _ALL_FAIL = 3
@@ -98,7 +98,7 @@ class Search:
 
         Raises:
             RunError: it has ended since all trials fail, or none reports the metric; or the daemon
-                refuses the trials.
+                refuses the trials, or the journal cannot be read.
         """
         try:
             self.look(now)
@@ -115,7 +115,7 @@ class Search:
             if why or self._failure:
                 return self._finish(why)
             self._act(decision)
-        except RefusedError:
+        except (RefusedError, StudyError):
             raise
         except RunError as error:  # the daemon is not there, or its queue cannot be read
             if str(error) != self._trouble:

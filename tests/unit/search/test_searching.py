@@ -324,6 +324,15 @@ def test_a_trial_that_was_never_submitted_ends_with_its_study(play: Callable[...
     assert not played.queue.store.find("digits.0")
 
 
+def test_a_journal_that_is_damaged_ends_the_search(play: Callable[..., Played]) -> None:
+    played = play()
+    played.step()
+    played.new_search()
+    (played.study.folder / "journal.log").write_bytes(b'{"op_code": 99}\n')
+    with pytest.raises(RunError, match=r"journal\.log cannot be read"):
+        played.step()
+
+
 def test_a_queue_that_cannot_be_read_is_waited_for(
     play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
 ) -> None:
