@@ -118,7 +118,7 @@ class CloudHosts:
         late = [
             each.id
             for each in there
-            if each.id not in self._renewed and now - self._seen[each.id] >= self._start_limit_s
+            if each.id not in self._renewed and self._is_late(each.id, now)
         ]
         if late:
             self._machines.stop(late)
@@ -138,10 +138,15 @@ class CloudHosts:
                     took_s = time.monotonic() - self._seen[each]
                     self.start_s = max(self.start_s or 0.0, took_s)
                 self._renewed[each] = now
-            elif each not in self._renewed and now - self._seen[each] >= self._start_limit_s:
+            elif each not in self._renewed and self._is_late(each, now):
                 self._tell(f"machine {each} is given up: {why}")
             elif each in self._renewed:
                 self._tell(f"the lease of machine {each} could not be renewed: {why}")
+
+    def _is_late(self, machine_id: str, now: float) -> bool:
+        """Return whether a machine is given up that cannot be used so far."""
+        late = now - self._seen[machine_id] >= self._start_limit_s
+        return late or machine_id in self._reach.unfit
 
     def ask(self, without: Sequence[str], named: str) -> None:
         self.begin(1)
