@@ -203,7 +203,10 @@ class Day:
                 self.cloud.interrupt(instance, _NOTICE_S)
 
     def _spot_price(self, _type: str, zone: str) -> float:
-        return self._price * self.trace.pools[ZONES.index(zone)].prices[max(0, self._tick)]
+        number = ZONES.index(zone)
+        if number >= len(self.trace.pools):
+            return self._price  # a zone that the day does not use
+        return self._price * self.trace.pools[number].prices[max(0, self._tick)]
 
     def _cost(self, instance: Instance) -> float:
         """Return the cost of an instance by the prices of the trace, in hours of the trace."""

@@ -27,10 +27,15 @@ class Bodies:
 
     Args:
         cluster: cluster whose hosts are used; all of them are switched off.
+
+    Attributes:
+        fault: what is wrong with machines that boot: ``cut``, as by a security group without ssh,
+            or ``no python``, as in a small image; empty: nothing.
     """
 
     def __init__(self, cluster: VirtualCluster) -> None:
         self.cluster = cluster
+        self.fault = ""
         self._first: dict[str, psutil.Process] = {}
         """First process of each machine's host."""
         self._started: list[subprocess.Popen[str]] = []
@@ -65,7 +70,12 @@ class Bodies:
         )
         assert service.stdout is not None
         assert service.stdout.readline() == "ready\n", f"no metadata service on {host}"
+        if self.fault == "no python":
+            hide = 'for each in $(which -a python3); do mount --bind /dev/null "$each"; done'
+            self.cluster.run_on(host, ["sh", "-c", hide], env=plain_environment({}))
         self._start(host, ["sh", f"{_SEEN}/user-data"])
+        if self.fault == "cut":
+            self.cluster.cut(host)
 
     def _start(self, host: str, command: list[str]) -> subprocess.Popen[str]:
         folder = self.cluster.folder / "hosts" / host

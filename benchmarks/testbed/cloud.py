@@ -150,8 +150,13 @@ class Cloud:
         self.backend.reset()
         for name in ("describe_instances", "get_reservations_by_instance_ids"):
             setattr(self.backend, name, self._without_hidden(getattr(self.backend, name)))
+
+        class QuietHandler(MotoRequestHandler):
+            def log_request(self, *_: object) -> None:
+                pass
+
         self._server = make_server(
-            "127.0.0.1", 0, self, threaded=True, request_handler=MotoRequestHandler
+            "127.0.0.1", 0, self, threaded=True, request_handler=QuietHandler
         )
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         for target in (self._server.serve_forever, self._watch):

@@ -118,11 +118,14 @@ class Ec2(Market):
     def __init__(self, cluster: VirtualCluster, home: Path, shared: Path, cloud: Cloud) -> None:
         super().__init__(cluster, home, shared)
         self.cloud = cloud
+        self.without: tuple[str, ...] = ()
+        """Variables that the user has not set."""
         cloud.add_key(_KEY, (cluster.folder / "id_ed25519.pub").read_text())
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**super().environment, **self.cloud.environment}
+        given = {**super().environment, **self.cloud.environment}
+        return {name: text for name, text in given.items() if name not in self.without}
 
     def start_bystander(self, **tags: str) -> str:
         return self.cloud.start_bystander(**{f"hvd-elastic:{k}": v for k, v in tags.items()}).host
@@ -133,6 +136,7 @@ class Ec2(Market):
     def end_all(self) -> None:
         super().end_all()
         self.cloud.reset()
+        self.cloud.bodies.fault, self.without = "", ()
 
 
 class Rack(Market):

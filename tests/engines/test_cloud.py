@@ -233,3 +233,111 @@ def test_a_run_that_is_killed_leaves_machines_only_as_long_as_their_lease(market
             found = market.wait_hosts(lambda found: len(found) == 1)
             assert found == {theirs}, f"killed after {after_s:.2f} s"
         market.call("down", name)
+
+
+# -- what EC2 does when it cannot or will not ------------------------------------------------------
+
+
+@pytest.fixture
+def ec2(market: Market) -> Ec2:
+    if not isinstance(market, Ec2):
+        pytest.skip("of EC2 alone")
+    return market
+
+
+ZONES = ("--zone", "us-east-1a,us-east-1b")
+
+
+def test_a_zone_without_capacity_is_left_for_the_next_one(ec2: Ec2) -> None:
+    ec2.cloud.capacity = {("g5.xlarge", "us-east-1a", False): 1}
+    ec2.cloud.calls.clear()
+    told = ec2.call(*up(ec2, "lab", *ZONES, "--instances", "3")).stderr
+    zones = sorted(each.pool[1] for each in ec2.cloud.live())
+    assert zones == ["us-east-1a", "us-east-1b", "us-east-1b"]
+    assert "g5.xlarge in us-east-1a: it had 1 of 3" in told
+    assert [action for action, _ in ec2.cloud.calls].count("RunInstances") == 2
+    ec2.call("down", "lab")
+
+
+def test_an_order_whose_answer_is_lost_starts_nothing_twice(ec2: Ec2) -> None:
+    left = ["RunInstances"] * 4
+
+    def fail(action: str) -> None:
+        if action in left:
+            left.remove(action)
+            raise ConnectionResetError("the answer is lost")
+
+    ec2.cloud.before_answer = fail
+    ec2.call(*up(ec2, "lab", "--instances", "2"))
+    assert len(ec2.cloud.live()) == 2
+    assert len(left) < 4
+    ec2.call("down", "lab")
+
+
+def test_calls_that_are_throttled_are_repeated_and_not_hammered(ec2: Ec2) -> None:
+    ec2.cloud.calls.clear()
+    ec2.cloud.throttle = 3
+    ec2.call("list", "--provider", "aws", "--region", "us-east-1", "--all", status=1)
+    assert len(ec2.cloud.calls) <= 3
+
+
+def test_a_notice_drains_a_spot_machine_and_another_one_takes_its_place(ec2: Ec2) -> None:
+    ec2.call(*up(ec2, "lab", *ZONES, "--spot", "--instances", "1-2", "--no-start"))
+    with CloudJob(ec2, "--cloud", "lab") as job:
+        job.wait_size(2)
+        job.wait_steps(5)
+        since = job.mark()
+        gone, noticed = ec2.cloud.live()[0], time.time()
+        ec2.cloud.interrupt(gone, LIMIT_S)
+        drained = job.wait_event("host_drained", since)
+        assert drained["host"] == ec2.cluster.address(gone.host)
+        assert drained["t"] > noticed
+        job.wait_for(lambda: gone.ended is not None, "its end: nobody uses it any more")
+        job.wait_size(2, since)
+        assert not job.kinds("host_lost", since)
+        job.end()
+    assert not ec2.cloud.live()
+    ec2.call("down", "lab")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("credentials", "expired", "the credentials have expired"),
+        ("credentials", "unknown", "the keys are not valid"),
+        ("regions_off", {"us-east-1"}, "the region is not enabled"),
+        ("clock_off_s", 7200.0, "the clock of this computer is wrong"),
+        ("quota", {False: 0}, "ask for a higher quota"),
+        ("capacity", {("g5.xlarge", "us-east-1a", False): 0}, "sufficient g5.xlarge capacity"),
+        ("unsupported", {("g5.xlarge", "us-east-1a")}, "not supported"),
+    ],
+)
+def test_what_ec2_refuses_is_said_and_leaves_nothing(ec2: Ec2, setting, value, words) -> None:
+    setattr(ec2.cloud, setting, value)
+    told = ec2.call(*up(ec2, "lab", "--instances", "1"), status=1).stderr
+    assert words in told
+    assert not ec2.cloud.live()
+    ec2.cloud.reset()
+    assert not json.loads(ec2.call("list", "--json").stdout)
+
+
+def test_a_type_that_does_not_exist_is_said(ec2: Ec2) -> None:
+    told = ec2.call(*up(ec2, "lab", "--type", "g5.huge", "--instances", "1"), status=1).stderr
+    assert "has no machines of type g5.huge" in told
+
+
+def test_without_credentials_nothing_is_asked(ec2: Ec2) -> None:
+    ec2.without = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    told = ec2.call(*up(ec2, "lab", "--instances", "1"), status=1).stderr
+    assert "no credentials" in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("cut", "Is port 22 open"), ("no python", "there is no python3")]
+)
+def test_machines_that_cannot_be_used_are_ended(ec2: Ec2, fault, words) -> None:
+    ec2.settings["START_LIMIT"] = 30.0
+    ec2.cloud.bodies.fault = fault
+    told = ec2.call(*up(ec2, "lab", "--instances", "1"), status=1).stderr
+    assert words in told
+    assert not ec2.cloud.live()

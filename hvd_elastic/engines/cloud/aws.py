@@ -331,6 +331,7 @@ def _calling(what: str) -> Iterator[None]:
         NoCredentialsError,
         PartialCredentialsError,
     )
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
@@ -351,5 +352,5 @@ def _calling(what: str) -> Iterator[None]:
         raise CloudError(
             f"aws cannot {what}: {error} Is the region written correctly, and the network there?"
         ) from error
-    except BotoCoreError as error:
+    except (BotoCoreError, ResponseParserError) as error:  # the latter: a proxy's page of HTML
         raise CloudError(f"aws cannot {what}: {error}") from error
