@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -180,6 +180,20 @@ class Growth:
             case Warned(host_at_risk=host) if host:
                 self.at_risk.add(host)
 
+    def note_use(
+        self, used: Collection[str], lost: Collection[str], wants_more: bool, now: float
+    ) -> None:
+        """Take what a cluster of jobs uses, in place of the events of a run.
+
+        Args:
+            used: hosts on which jobs have processes.
+            lost: hosts that cannot be used.
+            wants_more: whether jobs wait, so that no host counts as unused.
+        """
+        self._lost = {name: self._lost.get(name, now) for name in lost}
+        self.run.generation_hosts = self._names(now) if wants_more else [*used]
+        self.run.size = len(self.run.generation_hosts)
+
     def adopt(self) -> None:
         """Take the hosts into the run that its last leader has left.
 
@@ -349,13 +363,29 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
         warn: called once with each reason for which it cannot grow for now.
     """
     follower = folder.follow_events()
+
+    def note() -> None:
+        for event in follower.poll():
+            growth.read_event(event, time.monotonic())
+
+    with asking(growth, note, warn):
+        yield
+
+
+@contextlib.contextmanager
+def asking(growth: Growth, note: Callable[[], None], warn: Callable[[str], None]) -> Iterator[None]:
+    """Ask for hosts and give them back until the end of the block.
+
+    Args:
+        note: called before each look, to tell ``growth`` what is used.
+        warn: called once with each reason for which nothing can be asked for now.
+    """
     said = ""
 
     def look() -> bool:
         nonlocal said
         try:
-            for event in follower.poll():
-                growth.read_event(event, time.monotonic())
+            note()
             growth.look_at_grants(time.monotonic())
             said = ""
         except (RunError, OSError) as error:  # tried again at the next look

@@ -139,6 +139,13 @@ class UpOptions(PoolOptions):
         str | None, option("addresses to use, for aws: public (the default) or private")
     ] = None
     ssh_config: SshConfigOption = None
+    prepare: Annotated[
+        str | None,
+        option(
+            "run here for each new machine, before it is used; $HOSTFILE names the machine",
+            metavar="COMMAND",
+        ),
+    ] = None
     no_start: Annotated[
         bool, option("start nothing now: run --cloud asks for machines", "--no-start")
     ] = False
@@ -185,6 +192,7 @@ class UpOptions(PoolOptions):
             None if self.ssh_config is None else str(self.ssh_config.expanduser().absolute()),
             self._key(),
             str((self.hostfile or CloudFolder(name).hosts).absolute()),
+            self.prepare or "",
             time.time() + max_s,
         )
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.provider import Machine, Offer
+from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine, Offer
 from hvd_elastic.engines.cloud.providers import provider_of
 from hvd_elastic.engines.cloud.reach import Reach
-from hvd_elastic.engines.cloud.records import CloudFolder, setting_s
+from hvd_elastic.engines.cloud.records import CloudFolder, Definition, setting_s
 from hvd_elastic.engines.growth import Grant, Growth, Limits, growing
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
@@ -118,7 +118,7 @@ class CloudHosts:
         late = [
             each.id
             for each in there
-            if each.id not in self._renewed and now - self._seen[each.id] >= self._start_limit_s
+            if each.id not in self._renewed and self._is_late(each.id, now)
         ]
         if late:
             self._machines.stop(late)
@@ -138,10 +138,15 @@ class CloudHosts:
                     took_s = time.monotonic() - self._seen[each]
                     self.start_s = max(self.start_s or 0.0, took_s)
                 self._renewed[each] = now
-            elif each not in self._renewed and now - self._seen[each] >= self._start_limit_s:
+            elif each not in self._renewed and self._is_late(each, now):
                 self._tell(f"machine {each} is given up: {why}")
             elif each in self._renewed:
                 self._tell(f"the lease of machine {each} could not be renewed: {why}")
+
+    def _is_late(self, machine_id: str, now: float) -> bool:
+        """Return whether a machine is given up that cannot be used so far."""
+        late = now - self._seen[machine_id] >= self._start_limit_s
+        return late or machine_id in self._reach.unfit
 
     def ask(self, without: Sequence[str], named: str) -> None:
         self.begin(1)
@@ -155,6 +160,42 @@ class CloudHosts:
         if self._machines.left_s > leave_before_s():
             held = self._machines.look()
             self._machines.start(number, held, self._new_on_demand(number, held))
+
+    def begin_with(self, least: int, growth: Growth, stopped: Callable[[], bool]) -> None:
+        """Ask for the fewest machines, and return when they can be used.
+
+        Args:
+            growth: asks for those that end meanwhile.
+            stopped: returns whether nobody needs them any more.
+
+        Raises:
+            RunError: they cannot be had, or are not needed any more.
+        """
+        name = self._machines.definition.name
+        if (missing := least - len(self._machines.look())) > 0:
+            self.begin(missing)
+            self._tell(f"{count(missing, 'machine')} asked for")
+        began, said = time.monotonic(), ""
+        while True:
+            why = ""
+            try:
+                growth.look_at_grants(time.monotonic())
+            except CredentialsError:
+                raise
+            except CloudError as error:  # tried again
+                why = f": {error}"
+            if self.joined >= least:
+                return
+            text = f"{self.joined} of {count(least, 'machine')} can be used{why}"
+            if text != said:
+                said = text
+                self._tell(text)
+            if stopped():
+                raise RunError("it was stopped before it began")
+            if time.monotonic() - began >= 2 * self._start_limit_s:
+                waited = duration_words(time.monotonic() - began)
+                raise RunError(f"cloud {name}: {text}, after {waited}: hvd-elastic cloud list")
+            time.sleep(_WAIT_S)
 
     def take_event(self, event: ReadEvent) -> None:
         """Take an event of the run, from which its progress is known."""
@@ -226,6 +267,10 @@ class CloudHosts:
             self._tell(f"{host} is drained, so its machine is ended")
             self._machines.stop(ids)
 
+    def there(self, machine_id: str) -> Machine | None:
+        """Return a machine that has not ended, as of the last look."""
+        return self._there.get(machine_id)
+
     @property
     def joined(self) -> int:
         with self._changing:
@@ -293,22 +338,11 @@ def cloud_engine(
         offers = machines.offers()
         slots = min(each.slots for each in offers)
         least = max(1, definition.least, -(-spec.min_np // slots))
-        limits = Limits(
-            max(definition.most, least),
-            slots,
-            leave_before_s=0.0,
-            give_back_after_s=setting_s("GIVE_BACK", _GIVE_BACK_AFTER_S),
-            least=least,
-            most_pending=definition.most,
-            look_s=setting_s("LOOK", _LOOK_S),
-        )
+        limits = limits_of(definition, offers, least)
         growth = Growth(hosts, limits, spec, tell)
         try:
-            if (missing := least - len(machines.look())) > 0:
-                hosts.begin(missing)
-                tell(f"{count(missing, 'machine')} asked for")
+            hosts.begin_with(least, growth, lambda: bool([*folder.take_requests("stop")]))
             with growing(growth, folder, tell), _watching(folder, hosts, machines, tell):
-                _wait(folder, hosts, machines, least, tell)
                 yield hosts
         finally:
             if tokens := machines.started_by(by):
@@ -316,28 +350,17 @@ def cloud_engine(
                 tell(f"{count(ended, 'machine')} of the run ended")
 
 
-def _wait(
-    folder: RunFolder,
-    hosts: CloudHosts,
-    machines: Machines,
-    least: int,
-    tell: Callable[[str], None],
-) -> None:
-    """Wait for the fewest machines that the run begins with."""
-    ends, said = time.monotonic() + 2 * setting_s("START_LIMIT", START_LIMIT_S), -1
-    while (now := hosts.joined) < least:
-        if now != said:
-            said = now
-            tell(f"{now} of {count(least, 'machine')} can be used")
-        if [*folder.take_requests("stop")]:
-            raise RunError("the run was stopped before it began")
-        if time.monotonic() >= ends:
-            raise RunError(
-                f"{now} of {count(least, 'machine')} of cloud {machines.definition.name} can be "
-                f"used after {duration_words(time.monotonic() - ends + 2 * START_LIMIT_S)}; see: "
-                f"hvd-elastic cloud list"
-            )
-        time.sleep(_WAIT_S)
+def limits_of(definition: Definition, offers: Sequence[Offer], least: int) -> Limits:
+    """Return how far a run or cluster on a cloud grows."""
+    return Limits(
+        max(definition.most, least),
+        min(each.slots for each in offers),
+        leave_before_s=0.0,
+        give_back_after_s=setting_s("GIVE_BACK", _GIVE_BACK_AFTER_S),
+        least=least,
+        most_pending=definition.most,
+        look_s=setting_s("LOOK", _LOOK_S),
+    )
 
 
 @contextlib.contextmanager

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.engines.cloud.lease import renew_lease
 from hvd_elastic.engines.cloud.provider import Machine
-from hvd_elastic.engines.cloud.records import Definition
+from hvd_elastic.engines.cloud.records import CloudFolder, Definition
 from hvd_elastic.errors import SshError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import Stopper, fan_out
-from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.known_hosts import KeyState, forget, remember
 from hvd_elastic.hosts.route import own_known_hosts
 from hvd_elastic.hosts.ssh import connect, read_host_key
@@ -21,6 +23,10 @@ from hvd_elastic.hosts.ssh import connect, read_host_key
 _CONNECT_S = 5.0
 _LIMIT_S = 30.0
 """Time limit for all that is done on a machine at a time [s]."""
+
+
+class UnfitError(SshError):
+    """A machine that will never be able to train."""
 
 
 class Reach:
@@ -36,8 +42,12 @@ class Reach:
         self.options = SshOptions(
             config_path=None if config is None else Path(config), connect_timeout_s=_CONNECT_S
         )
+        self.unfit: set[str] = set()
+        """Machines that will never be able to train, by id."""
         self._known: set[str] = set()
         """Machines whose host key was checked, by id."""
+        self._preparing: dict[str, subprocess.Popen[bytes]] = {}
+        """Commands that prepare machines, by id; they stay when they have ended."""
 
     def host_of(self, machine: Machine) -> Host:
         """Return the line of a hostfile for a machine that has an address."""
@@ -73,15 +83,51 @@ class Reach:
                 stopper.add_action(connection.close)
                 renew_lease(connection, lease_s)
                 if not connection.run(["sh", "-c", "command -v python3"], _LIMIT_S).ok:
-                    raise SshError(
+                    raise UnfitError(
                         f"host {host.name}: there is no python3: take an image that has Python"
                     )
+            self._prepare(machine)
 
         hosts = [self.host_of(each) for each in by_name.values()]
         found = {each.id: "it has no address yet" for each in machines}
         for result in fan_out(hosts, visit, timeout_s=_LIMIT_S):
-            found[by_name[result.host.name].id] = "" if result.ok else result.error
+            machine = by_name[result.host.name]
+            found[machine.id] = "" if result.ok else result.error
+            if isinstance(result.exception, UnfitError):
+                self.unfit.add(machine.id)
         return found
+
+    def _prepare(self, machine: Machine) -> None:
+        """Have a new machine prepared by the user's command; return when that has succeeded.
+
+        Raises:
+            SshError: it is not done yet, or has failed.
+        """
+        command = self._definition.prepare
+        if not command:
+            return
+        folder = CloudFolder(self._definition.name).path / "prepare"
+        log = folder / f"{machine.id}.log"
+        if machine.id not in self._preparing:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            hosts = folder / f"{machine.id}.hosts"
+            write_hostfile(hosts, [self.host_of(machine)])
+            with log.open("wb") as file:
+                self._preparing[machine.id] = subprocess.Popen(
+                    ["/bin/sh", "-c", command],
+                    env={**os.environ, "HOSTFILE": str(hosts)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+        status = self._preparing[machine.id].poll()
+        if status is None:
+            raise SshError(f"host {machine.address}: it is being prepared, see {log}")
+        if status:
+            raise UnfitError(
+                f"host {machine.address}: the command that prepares it ended with exit status "
+                f"{status}, see {log}"
+            )
 
     def _trust(self, host: Host) -> None:
         """Accept the key of a machine that has just started, in place of an earlier one's.
@@ -138,7 +184,7 @@ class Reach:
             for each in gone:
                 machine = there.get(each)
                 why[each] = (machine.why if machine else "") or "it has ended by itself"
-            if not set(why) - {*gone} or time.monotonic() >= ends:
+            if not set(why) - {*gone, *self.unfit} or time.monotonic() >= ends:
                 return list(ready.values()), why
             time.sleep(_POLL_S)
 

@@ -48,6 +48,7 @@ class Definition:
         ssh_config: path of the ssh configuration; None: the user's own.
         public_key: public key that may log in, put there by the machine itself; empty: none.
         hostfile: where the hosts are written.
+        prepare: command of this computer that prepares a new machine; empty: none is needed.
         deadline: when all machines end [Unix s].
         ending: whether the machines are being ended for good, so that none is started.
     """
@@ -67,6 +68,7 @@ class Definition:
     ssh_config: str | None = None
     public_key: str = ""
     hostfile: str = ""
+    prepare: str = ""
     deadline: float = 0.0
     ending: bool = False
 
