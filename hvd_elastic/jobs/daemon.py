@@ -23,8 +23,9 @@ from hvd_elastic.jobs.admission import within_limits
 from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
-from hvd_elastic.jobs.hosts import ClusterHosts, Use
+from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Use, barred_words
 from hvd_elastic.jobs.job import (
+    Cancelled,
     Down,
     Job,
     JobKind,
@@ -149,6 +150,7 @@ class Daemon:
         """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
         self._decide_at = 0.0
+        self._barred = BarredHosts((), (), 0.0)
         self._silent: dict[str, str] = {}
         """Hosts that nobody hears from, and that are not known to be lost, with the cause."""
 
@@ -382,7 +384,11 @@ class Daemon:
                 self._health.host_works(host, _python(job))
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
-            ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
+            cancelled = job.request.cancelled or Cancelled("its user")
+            state, also = cancelled.cause.status, ""
+            if status != "stopped":
+                state, also = JobStatus.CANCELLED, f"; it ended with: {message}"
+            ended = self._queue.ended(job, state, f"{cancelled}{also}")
         elif job.stop is StopReason.TIME_LIMIT:
             also = "" if status == "stopped" else f"; it ended with: {message}"
             ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
@@ -461,6 +467,7 @@ class Daemon:
         if any(wish.asks_gpus(self._hosts.listed) for wish in wishes):
             self._gpus.ask(self._hosts.listed.keys() - self._health.lost.keys())
         jobs = [*(job for job in running if not self._is_bound(job)), *ready]
+        self._bar_hosts([*running, *ready], now)
         hosts_of = {wish: self._allowed(wish) for wish in wishes}
         candidates = [self._candidate(job, hosts_of[job.request.wish]) for job in jobs]
         bound = [use for use in self._uses() if self._is_bound(use.job)]
@@ -474,6 +481,10 @@ class Daemon:
             shares = self._shares.weigh(limits, self._queue.active.values())
         allowed, held = within_limits(candidates, [use.job for use in bound], limits, shares)
         plan = plan_slots(allowed, usable, now, self._policy, shares)
+        for job in jobs:
+            if job.number in plan.reasons and (barred := sorted(self._barred.of(job))):
+                told = [barred_words(host, job.request.user) for host in barred]
+                plan.reasons[job.number] = "; ".join([plan.reasons[job.number], *told])
         preempts = self._adopt(
             plan, [each.job for each in candidates if each.job.number not in held]
         )
@@ -481,13 +492,24 @@ class Daemon:
         if preempts:  # these have slots until they end, which count in the limits of their users
             self._decide(now)
 
+    def _bar_hosts(self, jobs: Collection[Job], now: float) -> None:
+        """Find the hosts on which jobs can start nothing; warn of those that are new."""
+        known = self._barred.causes
+        begun = ((job, self._runs.progress(job).hosts) for job in jobs if job.attempts)
+        self._barred = BarredHosts(begun, self._health.lost, now)
+        for (user, host), cause in self._barred.causes.items():
+            if (user, host) not in known:
+                self._record.warn(barred_words(host, user, one_line(cause)))
+
     def _candidate(self, job: Job, allowed: frozenset[str] | None) -> Candidate:
+        if barred := self._barred.of(job):
+            allowed = frozenset(self._hosts.listed if allowed is None else allowed) - barred
         if not job.attempts:
             return Candidate(job, hosts=allowed)
-        if allowed is not None and job.request.kind is JobKind.PLAIN:
-            allowed = allowed.union(job.held)  # where it cannot leave
         progress = self._runs.progress(job)
         occupied = self._runs.occupied(job)
+        if allowed is not None and job.request.kind is JobKind.PLAIN:
+            allowed |= {host for host in job.held if host in occupied or host not in barred}
         return Candidate(job, progress.measured, occupied, progress.hosts.unheard, allowed)
 
     def _allowed(self, wish: HostWish) -> frozenset[str] | None:
@@ -559,8 +581,9 @@ class Daemon:
 
     def _host_rows(self) -> list[dict[str, Any]]:
         drained = self._operator_state.drained
-        lost, faults = self._health.lost, self._hardware.faults
-        return self._hosts.rows(self._uses(), lost, self._silent, drained, faults)
+        causes = self._barred.causes
+        told = (self._health.lost, self._silent, drained, self._hardware.faults, causes)
+        return self._hosts.rows(self._uses(), *told)
 
     def _limit_rows(self) -> dict[str, Any]:
         return self._shares.rows(self._limits.limits, self._queue.active.values())

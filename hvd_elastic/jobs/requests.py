@@ -128,8 +128,8 @@ class QueueRequests:
                     jobs=[j.number for j in added],
                     data=[job.run_id for job in added],
                 )
-            case Cancel(jobs, by):
-                ended, stopping, over = queue.cancel(jobs, by)
+            case Cancel(jobs, by, cause):
+                ended, stopping, over = queue.cancel(jobs, by, cause)
                 parts = [f"cancelled {jobs_words(ended)}"] if ended else []
                 parts += [ending_words(stopping)] if stopping else []
                 users = {job.request.user for job in stopping}

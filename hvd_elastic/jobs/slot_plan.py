@@ -98,7 +98,7 @@ def plan_slots(
     first = waiting
     if shares is not None:
         choose, first = shares.policy(choose), in_turn(waiting, running, shares.weights)
-    first, kept_off = _keep_slots(first, running, hosts, now)
+    reserved, first, kept_off = _keep_slots(first, running, hosts, now)
     asked = {each.hosts for each in [*candidates, *first]}
     parts = {names: _Part.of(hosts, names) for names in asked}
     considered = [each for each in running if parts[each.hosts].capacity]
@@ -109,7 +109,8 @@ def plan_slots(
             like_it[each.hosts] += 1
             considered.append(each)
     jobs = {
-        str(each.job.number): _as_policy_job(each, parts[each.hosts], now) for each in considered
+        str(each.job.number): _as_policy_job(each, parts[each.hosts], reserved, now)
+        for each in considered
     }
     decided = choose(list(jobs.values()), hosts, now)
     plan = Plan({}, {}, {})
@@ -156,7 +157,7 @@ def _keep_slots(
     running: Sequence[Candidate],
     hosts: Sequence[policy.HostSlots],
     now: float,
-) -> tuple[list[Candidate], dict[int, str]]:
+) -> tuple[frozenset[str], list[Candidate], dict[int, str]]:
     """Keep slots for jobs that need several at once: plain commands after them may not have these.
 
     A plain command never makes room, so a job would wait for ever behind an endless row of them.
@@ -167,7 +168,8 @@ def _keep_slots(
         first: waiting jobs in their order.
 
     Returns:
-        The waiting jobs, with the hosts that are left to them, and why the others have to wait.
+        The hosts on which slots are kept, the waiting jobs with the hosts that are left to them,
+        and why the others have to wait.
     """
     every = frozenset(host.name for host in hosts)
     bound = [each.job for each in running if each.job.request.kind is JobKind.PLAIN]
@@ -197,7 +199,7 @@ def _keep_slots(
             if least <= capacity:
                 reserved.append(_Reserved(job, names, spare, starts_at))
         left.append(each)
-    return left, kept_off
+    return frozenset().union(*(own.hosts for own in reserved)), left, kept_off
 
 
 @dataclass
@@ -396,6 +398,13 @@ def expected_starts(
     return found
 
 
+_MOST_NOISE = 0.25
+"""Largest relative error of another user's measurements that counts: its slots are worth more to a
+job by three times that, so with a made-up one it would keep them for ever."""
+_LONGEST_S = 1e9
+"""Longest pause of a change of slots, and length of a job, that can have been measured [s]."""
+
+
 def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
     """Return whether a job of another user has measured what can be: its keeper may tell anything.
 
@@ -403,15 +412,39 @@ def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
     """
     try:
         goodput = measured.goodput(per_host)
-        numbers = (measured.remaining(None, None), measured.rescale_s, measured.noise)
+        left = measured.remaining(None, None)
+        times_s = [measured.rescale_s, measured.noise]
+        if goodput is not None and left is not None:
+            times_s.append(left / float(goodput.max()))
     except Exception:  # noqa: BLE001  # whatever made-up numbers lead to
         return False
     makes_sense = goodput is None or bool(np.all(np.isfinite(goodput) & (goodput >= 0)))
-    return makes_sense and not any(math.isnan(each) for each in numbers if each is not None)
+    return makes_sense and all(0 <= each <= _LONGEST_S for each in times_s)
 
 
-def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
-    """Return what the policy sees of a job; ``part``: the hosts that it may have."""
+def _at_most_linear(goodput: np.ndarray) -> np.ndarray:
+    """Return a goodput of which further slots bring no more than the first ones.
+
+    >>> _at_most_linear(np.array([0.0, 2.0, 3.0, 99.0]))
+    array([0., 2., 3., 6.])
+    """
+    known = np.flatnonzero(goodput)
+    if not known.size:
+        return goodput
+    slots = np.arange(len(goodput))
+    return np.asarray(np.minimum(goodput, goodput[known[0]] * slots / known[0]))
+
+
+def _as_policy_job(
+    candidate: Candidate, part: _Part, reserved: frozenset[str], now: float
+) -> policy.Job:
+    """Return what the policy sees of a job.
+
+    Args:
+        part: the hosts that it may have.
+        reserved: hosts on which slots are kept for others, so that it has no turn there: they would
+            wait for ever behind an endless row of jobs that end within a turn.
+    """
     job, measured = candidate.job, candidate.measured
     per_host, capacity = part.per_host, part.capacity
     request = job.request
@@ -431,11 +464,15 @@ def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
         service, rescale_s = measured.service(now), measured.rescale_s
         rescales = measured.rescales
         noise, timed_with = measured.noise, measured.timed
+        if request.user is not None:
+            goodput = None if goodput is None else _at_most_linear(goodput)
+            noise = min(noise, _MOST_NOISE)
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     timed = 0 if measured is None else measured.slots
     takes, most = most, min(most, max(request.min_np, _GROWTH * timed, 1))
     turn_over = job.started_at is None or now - job.started_at >= _LEAST_TURN_S
+    turn_over |= not reserved.isdisjoint(job.held)
     return policy.Job(
         str(job.number),
         job.submitted_at,

@@ -7,6 +7,7 @@ does what at which moment; ``rescaling`` takes the process to the next generatio
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import time
@@ -628,6 +629,12 @@ class Context:
             self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))
 
+    def script_failed(self, text: str) -> bool:
+        """Send the last metrics, then report the exception that ends the script."""
+        with contextlib.suppress(OSError):  # the agent is gone
+            self.metrics.script_failed(self._planned)
+        return self.worker.script_failed(text)
+
 
 _context: Context | None = None
 
@@ -647,7 +654,7 @@ def initialize(frontend: Frontend, *, own_data: bool = False) -> Context:
         mode = Mode.ALONE if is_started_by_worker() else detect_mode(os.environ)
         _context = Context(mode, frontend)
         if _context.worker.mode is Mode.AGENT:
-            tell_uncaught(_context.worker.script_failed)
+            tell_uncaught(_context.script_failed)
             atexit.register(gc.freeze)  # else the interpreter visits all objects again as it ends
     _context.own_data |= own_data
     return _context

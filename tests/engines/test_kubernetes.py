@@ -93,9 +93,9 @@ def _left(job: SubmittedPods) -> str:
 
 @pytest.fixture
 def clocks_that_differ(stage: Stage, nodes: Nodes) -> Iterator[None]:
-    nodes.clocks |= zip(stage.hosts, ("+1h", "+1d", "+10d"), strict=False)
+    nodes.ahead_s |= {host: number * 10_000 for number, host in enumerate(stage.hosts)}
     yield
-    nodes.clocks.clear()
+    nodes.ahead_s.clear()
 
 
 def test_the_next_leader_goes_on_in_the_same_processes(stage, nodes, clocks_that_differ) -> None:
@@ -148,6 +148,7 @@ def test_training_needs_no_api_server_and_a_silent_node_is_replaced(stage, nodes
         end_well(job)
 
 
+@COSTLY
 def test_a_job_that_is_suspended_gives_its_pods_back_and_goes_on_later(stage, nodes) -> None:
     """As Kueue does it; this Kubernetes suspends a job by a parallelism of 0."""
 
@@ -346,6 +347,15 @@ def test_the_role_suffices_and_allows_nothing_else(nodes) -> None:
         assert {verb for verb in verbs if may(verb, what)} == allowed.get(what, set())
 
 
+def test_kubectl_reads_what_is_printed_as_it_was_given(nodes) -> None:
+    words = ["--lr", "1e-3", "y", "no", "012", "0x1f", "1_000", "null", "~", "a: b", "- c", "#d"]
+    words += ["'", '"', "\\", "é", "", " e ", "line\nline", '{"f": [1]}', "2001-01-01", "12:30"]
+    job = Asked("printed", IMAGE).job(words, policy=False)
+    dry = ("create", "--dry-run=server", "--output=json", "--filename=-")
+    made = json.loads(nodes.control.kubectl(*dry, input=as_yaml([job])))
+    assert made["spec"]["template"]["spec"]["containers"][0]["args"] == words
+
+
 def _anothers(nodes: Nodes, what: str, value: str) -> str:
     """A kubeconfig that differs from the right one."""
     text = nodes.control.kubeconfig.read_text()
@@ -363,7 +373,7 @@ def _anothers(nodes: Nodes, what: str, value: str) -> str:
         (("token", "nobody"), (), "whoever administers the cluster gives this right"),
         (("current-context", "gone"), (), "kubectl config get-contexts"),
         (None, (), "set KUBECONFIG"),
-        ((), ("--namespace", "none"), "hvd-elastic k8s setup"),
+        ((), ("--namespace", "none"), "kubectl get namespaces"),
         ((), ("--volume", "none:/data"), "kubectl get pvc"),
         ((), ("--home", "none"), "kubectl get pvc"),
         ((), ("--run-id", "taken"), "take another --run-id"),
@@ -416,8 +426,9 @@ def test_random_faults_cost_no_example(stage, nodes) -> None:
                     if fault == "evict":
                         job.evict(name)
                     else:
-                        now = ("--grace-period=0", "--force") if fault == "kill" else ()
-                        nodes.control.kubectl("delete", "pod", name, "--wait=false", *now)
+                        how = ("--grace-period=0", "--force") if fault == "kill" else ()
+                        how = (*how, "--wait=false", "--ignore-not-found")
+                        nodes.control.kubectl("delete", "pod", name, *how)
             job.wait_steps(chance.randrange(20))
         end_well(job)
 

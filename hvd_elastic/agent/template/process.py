@@ -144,11 +144,14 @@ def _trouble() -> str:
         os._exit(0)
     os.waitpid(child, 0)
     until = time.monotonic() + _THREADS_END_S
-    while threads := _other_threads() - _FORKED_WELL:
-        if time.monotonic() > until:
+    while True:
+        is_over = time.monotonic() > until  # before the look, which may be late
+        threads = _other_threads() - _FORKED_WELL
+        if not threads:
+            return ""
+        if is_over:
             return f"the imports start threads ({', '.join(sorted(threads))})"
         time.sleep(0.01)
-    return ""
 
 
 def _other_threads() -> set[str]:

@@ -106,7 +106,10 @@ def check(
 
 
 def _users_of_hosts() -> dict[str, list[str]]:
-    """Return who has jobs on the hosts of the clusters that this user knows and that are up."""
+    """Return who has jobs on the hosts of the clusters that this user knows and that are up.
+
+    A host may be in several of them.
+    """
     from hvd_elastic.jobs.job import Hosts
     from hvd_elastic.jobs.place import list_clusters
     from hvd_elastic.jobs.server import ask_daemon
@@ -116,7 +119,8 @@ def _users_of_hosts() -> dict[str, list[str]]:
         with contextlib.suppress(RunError):
             if place.daemon_alive():
                 rows = ask_daemon(place, Hosts()).data
-                found |= {row["host"]: row["users"] for row in rows if "users" in row}
+                for row in rows:
+                    found.setdefault(row["host"], []).extend(row["users"])
     return found
 
 

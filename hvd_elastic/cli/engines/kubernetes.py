@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.engines import tell
-from hvd_elastic.cli.engines.slurm_options import parse_nodes
+from hvd_elastic.cli.engines import slurm_options, tell
 from hvd_elastic.cli.options import (
     RequiredRun,
     argument,
@@ -100,7 +99,7 @@ class LeadOptions(RunOptions):
         """
         if self.pods is None:
             raise UsageError("say how many pods the run may have: --pods 2-8")
-        return parse_nodes(self.pods, "--pods")
+        return slurm_options.parse_nodes(self.pods, "--pods")
 
     @functools.cached_property
     def given(self) -> Hostfile:
@@ -123,11 +122,7 @@ class LeadOptions(RunOptions):
         )
 
 
-NOT_HERE = (
-    *("hostfile", "inside", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts"),
-    *("python", "preemption"),
-)
-"""Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
+NOT_HERE = (*slurm_options.NOT_HERE, "python", "preemption")
 
 
 @dataclass(frozen=True)

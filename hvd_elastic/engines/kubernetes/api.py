@@ -156,9 +156,17 @@ def refusal_words(status: int, said: str, namespace: str) -> str:
     return f"Kubernetes refuses: {said}"
 
 
+def is_gated(pod: Mapping[str, Any]) -> bool:
+    """Return whether a queue, such as Kueue's, holds a pod back."""
+    conditions = pod.get("status", {}).get("conditions", ())
+    return any(each.get("reason") == "SchedulingGated" for each in conditions)
+
+
 def why_pending(pod: Mapping[str, Any]) -> str:
     """Return why a pod has not started yet, and what to do; empty: it is about to."""
     status = pod.get("status", {})
+    if is_gated(pod):
+        return "a queue, such as Kueue's, holds it back until there is room for it"
     for condition in status.get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return (

@@ -10,7 +10,14 @@ from urllib.parse import quote
 
 from hvd_elastic.engines.dial_in.hosts import DialInHosts
 from hvd_elastic.engines.growth import Grant
-from hvd_elastic.engines.kubernetes.api import PATIENCE_S, Api, ApiError, why_ended, why_pending
+from hvd_elastic.engines.kubernetes.api import (
+    PATIENCE_S,
+    Api,
+    ApiError,
+    is_gated,
+    why_ended,
+    why_pending,
+)
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import duration_words
 
@@ -88,6 +95,8 @@ class Pods:
             return None
         has_come = name in self._came
         now = time.monotonic()
+        if is_gated(pod):
+            self._seen.pop(name, None)  # asked for again, it would lose its place in the queue
         waited_s = now - self._seen.setdefault(name, now)
         if not has_come:
             why = why_pending(pod)

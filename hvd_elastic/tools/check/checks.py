@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from hvd_elastic.control.hardware import judge_hardware
-from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_named
+from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_named, one_line
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs.kill_run import OURS
 from hvd_elastic.programs.look_at_host import HOROVOD_BUILD
@@ -284,7 +284,8 @@ def check_users(processes: Sequence[Mapping[str, Any]], users: Collection[str]) 
     strangers: dict[str, list[str]] = {}
     for each in processes:
         if each["user"] not in users:
-            told = f"{each['command']} (pid {each['pid']}, {each['uses']})"
+            # A process may name itself so that a terminal obeys it.
+            told = f"{one_line(str(each['command']))} (pid {each['pid']}, {each['uses']})"
             strangers.setdefault(str(each["user"]), []).append(told)
     if not strangers:
         return Check("users", Level.OK, "all who use it have jobs there")

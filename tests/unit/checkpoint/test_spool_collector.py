@@ -23,6 +23,7 @@ from hvd_elastic.checkpoint.spool_collector import Callbacks
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg
+from tests.paths import LIMIT_S
 from tests.unit.checkpoint.test_files import spooled
 from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, checkpoint_written
@@ -99,7 +100,7 @@ class Run:
     def settle(self) -> None:
         """Run the loop until no checkpoint is on its way."""
         while self.collector.busy or not self.calls.empty():
-            self.calls.get(timeout=30)()
+            self.calls.get(timeout=LIMIT_S)()
 
     def written(self, step: int, *indices: int, count: int = 2, **other: Any) -> None:
         for index in indices:
@@ -112,7 +113,7 @@ class Run:
         found: list[Brought] = []
         self.sender.bring(hosts or ("node0",), "restore-1", wanted, found.append)
         while not found:
-            self.calls.get(timeout=30)()
+            self.calls.get(timeout=LIMIT_S)()
         return found[0]
 
     def end(self, *, succeeded: bool) -> None:

@@ -19,6 +19,7 @@ from hvd_elastic.checkpoint.manifests import CheckpointInfo, complete_checkpoint
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
 from hvd_elastic.checkpoint.stream import Content, byte_range, new_shard, shard_count, shard_index
 from hvd_elastic.errors import CheckpointError
+from tests.paths import LIMIT_S
 from tests.unit.checkpoint.written import Told
 
 
@@ -134,7 +135,7 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert shard is not None
     writer.start_shard(content, Position(), shard, set(), 0.0)
     writer.prepare(content, 32)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     said = "there is no memory for a copy of 32 bytes (Unable to allocate)"
     assert [said in str(error) for error in told.errors] == [True, True]
 

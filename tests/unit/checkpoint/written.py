@@ -10,6 +10,7 @@ from hvd_elastic.checkpoint.shards import ShardInfo, describe_shard
 from hvd_elastic.checkpoint.stream import Content, Position, new_shard
 from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import HvdElasticError
+from tests.paths import LIMIT_S
 
 
 class Told:
@@ -42,7 +43,7 @@ class Told:
         if shard is not None:
             writer = self.writer(folder)
             writer.start_shard(content, progress, shard, set(lasting), 0.0)
-            assert writer.flush(30)
+            assert writer.flush(LIMIT_S)
         for error in self.errors:
             raise error
 

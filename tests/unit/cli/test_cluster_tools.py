@@ -26,7 +26,7 @@ from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.tools.copy.job import Copied
-from tests.paths import ROOT
+from tests.paths import LIMIT_S, ROOT
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])
@@ -132,7 +132,7 @@ def test_a_run_that_is_nowhere_is_an_error_and_one_that_has_ended_is_none(
         ["sleep", "600"], env={**os.environ, "HVD_ELASTIC_RUN_ID": "killed-elsewhere"}
     )
     assert end("killed-elsewhere") == (0, "")
-    assert elsewhere.wait(timeout=30) < 0
+    assert elsewhere.wait(timeout=LIMIT_S) < 0
 
 
 @pytest.mark.parametrize(

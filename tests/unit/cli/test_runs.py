@@ -17,6 +17,7 @@ from hvd_elastic.cli.app import main
 from hvd_elastic.config import runs_folder
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder
+from tests.paths import LIMIT_S
 from tests.unit.records.made_events import leader, whole, write
 from tests.unit.records.sample_run import sample_folder
 
@@ -221,7 +222,7 @@ def test_logs_follow_until_the_leader_is_gone(run: RunFolder) -> None:
         assert process.stdout.readline() == "n:0 | half done\n"
         run.log_path("m", 0).write_text("a new worker\nend")
         assert process.stdout.readline() == "m:0 | a new worker\n"
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert (out, err, process.returncode) == ("m:0 | end\n", "", 0)
 
 
@@ -242,7 +243,7 @@ def test_attach_ends_as_the_run_does(status: str, code: int) -> None:
         assert process.stdout is not None
         assert "run live: 1 host, 2 slots" in process.stdout.readline()
         write(log, "run_finished", {"status": status, "steps": 3})
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=LIMIT_S)
     assert f"run {status} after 3 steps" in out
     assert (process.returncode, err) == (code, "")
 
@@ -262,7 +263,7 @@ def test_ctrl_c_detaches() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=LIMIT_S)
         assert folder.leader_alive()
     assert (process.returncode, err) == (
         0,

@@ -22,6 +22,7 @@ from hvd_elastic.data.cache import ShardCache
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
+from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.unit.data.shards import write_numbers
 from tests.waiting import until
@@ -101,7 +102,7 @@ def test_who_waits_for_a_shard_does_not_wait_for_its_readers(
     until(lambda: any(is_waited_for(path) for path in cache.glob(".*-s-00.tar.*")))
     released.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert all(rank._opened for rank in ranks), "they keep the shard open"
     assert shard_requests(server) == {"s-00.tar": 1}
@@ -140,7 +141,7 @@ time.sleep(3600)
         dataset = ShardDataset(server.url, cache=cache)
         reader = threading.Thread(target=dataset.__getitem__, args=(0,), daemon=True)
         reader.start()
-        reader.join(60)
+        reader.join(LIMIT_S)
         assert not reader.is_alive()
         stopped.set()
     assert kept(cache) == {"s-00.tar"}

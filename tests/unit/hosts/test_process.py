@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.hosts.process import ByteStream, RemoteProcess
+from tests.paths import LIMIT_S
 
 
 class Ends:
@@ -19,7 +20,7 @@ class Ends:
         return b""
 
     def read_stderr(self, _: int) -> bytes:
-        assert self.asked.wait(60)
+        assert self.asked.wait(LIMIT_S)
         return self._left.pop(0)
 
     def wait(self, _: float | None) -> int:
@@ -62,10 +63,10 @@ def test_a_full_buffer_holds_the_writer_until_it_is_read() -> None:
     writer.start()
     assert not written.wait(0.05)
     # A line longer than the buffer comes in pieces.
-    assert stream.readline(timeout=60) == b"0123456789"
-    assert written.wait(60)
-    assert stream.readline(timeout=60) == b"more\n"
-    writer.join(60)
+    assert stream.readline(timeout=LIMIT_S) == b"0123456789"
+    assert written.wait(LIMIT_S)
+    assert stream.readline(timeout=LIMIT_S) == b"more\n"
+    writer.join(LIMIT_S)
 
 
 def test_the_end_sets_a_held_writer_free() -> None:
@@ -74,6 +75,6 @@ def test_the_end_sets_a_held_writer_free() -> None:
     writer = threading.Thread(target=stream.put, args=(b"y",))
     writer.start()
     stream.mark_end()
-    writer.join(60)
+    writer.join(LIMIT_S)
     assert not writer.is_alive()
     assert stream.read() == b"x"

@@ -229,7 +229,7 @@ def test_what_a_lost_host_was_to_read_is_read_elsewhere(start: Any) -> None:
     reader.use([InputProcess("dies", "127.0.0.1", processes.ports[0], CERTIFICATE)])
     reader.begin_epoch(0, passes(80))
     found = take(reader, 2)
-    assert reads_third.wait(60)
+    assert reads_third.wait(LIMIT_S)
     reader.use(
         [
             InputProcess("dies", "127.0.0.1", processes.ports[0], CERTIFICATE),

@@ -1,4 +1,4 @@
-"""Which signals stop a run."""
+"""Which signals stop a run, and which hosts it is asked to leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.leader.steering import Stopping
+from hvd_elastic.control.events import HostDraining, HostReturned
+from hvd_elastic.leader.steering import Stopping, drain
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,3 +43,14 @@ def test_a_leader_that_has_sigterm_blocked_does_not_hear_it() -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert heard == [True, False]
+
+
+def test_a_run_leaves_a_host_that_is_named_in_another_case() -> None:
+    hosts = ["login", "GPU1.example"]
+    answer = drain({"host": "gpu1.Example"}, hosts, [], reserve_s=0.0)
+    assert isinstance(answer.event, HostDraining)
+    assert answer.event.host == hosts[1]
+    assert drain({"host": "gpu1.EXAMPLE", "undo": True}, hosts, hosts, 0.0).event == HostReturned(
+        hosts[1]
+    )
+    assert not drain({"host": "gpu1"}, hosts, [], reserve_s=0.0).ok

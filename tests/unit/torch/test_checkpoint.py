@@ -172,7 +172,7 @@ def test_what_ranks_may_differ_in_is_as_rank_0_has_it(
         assert shard is not None
         writer = told.writer(tmp_path)
         writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     loaded = load_checkpoint(complete_checkpoint(tmp_path, told.done, 1).path)
     assert loaded["own"].tolist() == [0.0] * 50
     assert loaded["n"] == 0
@@ -190,7 +190,7 @@ def test_ranks_with_other_tensors_do_not_make_one_checkpoint(
         assert shard is not None
         writer = told.writer(tmp_path)
         writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     assert len(find_shards(tmp_path)) == 2
     assert complete_sets(find_shards(tmp_path)) == []
 
@@ -363,7 +363,7 @@ def test_a_header_that_makes_no_sense_is_refused(
     assert shard is not None
     writer = told.writer(tmp_path)
     writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     info = complete_checkpoint(tmp_path, told.done, 9)
     with pytest.raises(CheckpointError, match=f"cannot be loaded, it is damaged.*{why}"):
         load_checkpoint(info.path)
@@ -499,7 +499,7 @@ class Slow:
 
         def slow(piece: Any, **options: Any) -> None:
             self.begun.set()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(LIMIT_S)
             copy(piece, **options)
 
         monkeypatch.setattr(checkpoint._Piece, "copy", slow)
@@ -525,7 +525,7 @@ def test_training_goes_on_while_parameters_are_copied_and_a_step_waits(
     writer = told.writer(tmp_path)
     weight = torch.ones(1000)
     begin(writer, weight, 1)  # returns although nothing can be copied
-    assert slow.begun.wait(30)
+    assert slow.begun.wait(LIMIT_S)
     assert writer.busy
 
     def step() -> None:
@@ -537,8 +537,8 @@ def test_training_goes_on_while_parameters_are_copied_and_a_step_waits(
     training.join(0.05)
     assert training.is_alive(), "a step changes parameters: it waits"
     slow.go_on.set()
-    training.join(30)
-    assert writer.flush(30)
+    training.join(LIMIT_S)
+    assert writer.flush(LIMIT_S)
     assert not told.errors
     assert weight[0] == 2
     assert torch.equal(read(tmp_path, told), torch.ones(1000))
@@ -590,7 +590,7 @@ def test_what_may_change_at_any_time_is_copied_at_once(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     begin(writer, weight, 1, lasting=False)
     weight.add_(1)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert torch.equal(read(tmp_path, told), torch.ones(1000))
 
 
@@ -603,11 +603,11 @@ def test_a_mixture_of_two_steps_is_never_written(
     begin(writer, weight, 1)
     weight.add_(1)  # a script that does not wait
     slow.go_on.set()
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert "step 1 was not written:  was changed between two steps" in str(told.errors[0])
     assert not told.done
     begin(writer, weight, 2)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert torch.equal(read(tmp_path, told), torch.full((1000,), 2.0))
 
 
@@ -616,11 +616,11 @@ def test_the_buffer_is_kept_and_can_be_made_before(tmp_path: Path) -> None:
     writer = told.writer(tmp_path)
     content = TorchContent({}, set())
     writer.prepare(content, 4000)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     made = writer._buffer
     for step in (1, 2):
         begin(writer, torch.full((1000,), float(step)), step)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     writer.prepare(content, 10)
     assert not writer.busy, "there is room"
     assert writer._buffer is made
@@ -633,13 +633,13 @@ def test_an_unwritable_folder_is_told_and_the_next_one_is_tried(tmp_path: Path) 
     told = Told()
     writer = told.writer(blocker / "checkpoints")
     begin(writer, torch.ones(3), 1)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     (error,) = told.errors
     assert isinstance(error, CheckpointError)
     assert "cannot be written to" in str(error)
     blocker.unlink()
     begin(writer, torch.ones(3), 2)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert [shard.step for shard in told.done] == [2]
 
 
@@ -654,6 +654,6 @@ def test_a_callback_that_fails_is_logged_and_stops_nothing(
     )
     for step in (1, 2):
         begin(writer, torch.ones(3), step)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     assert "the callback for a checkpoint failed" in caplog.text
     assert [shard.step for shard in find_shards(tmp_path)] == [2, 1]
