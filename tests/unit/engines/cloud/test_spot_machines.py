@@ -124,6 +124,6 @@ def test_a_machine_at_risk_counts_as_gone_near_the_deadline(cloud, said, tmp_pat
     cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
     with pytest.raises(CapacityError):
         hosts.begin(1)
-    hosts.take_event(Warned("it may go", "10.0.0.1"))
+    hosts.take_event(Warned("it may go", host_at_risk="10.0.0.1"))
     hosts.begin(1)
     assert markets(cloud) == {True: 4, False: 1}
