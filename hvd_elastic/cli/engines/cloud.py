@@ -263,7 +263,7 @@ def up(
         _show_plan(Machines(folder, provider, _tell, definition=definition), options.as_json)
         return
     _refuse_taken(folder, provider)
-    definition = _merge(folder, definition)
+    definition = _merge(folder, provider, definition)
     folder.write(definition)
     with contextlib.closing(folder.use("hvd-elastic cloud up")):
         if options.no_start:
@@ -301,7 +301,7 @@ def _refuse_taken(folder: CloudFolder, provider: Provider) -> None:
         )
 
 
-def _merge(folder: CloudFolder, asked: Definition) -> Definition:
+def _merge(folder: CloudFolder, provider: Provider, asked: Definition) -> Definition:
     """Return what holds from now on, if the cloud is there already."""
     if not folder.exists:
         return asked
@@ -315,7 +315,7 @@ def _merge(folder: CloudFolder, asked: Definition) -> Definition:
             f"cloud {old.name} was started with other options of its provider ({old.provider} "
             f"{dict(old.settings)}): take another name, or: hvd-elastic cloud down {old.name}"
         )
-    if folder.intents():
+    if Machines(folder, provider, _tell, definition=old).look():
         _tell(f"cloud {old.name} is there: its deadline stays {date_words(old.deadline)}")
         return replace(asked, deadline=old.deadline)
     return asked
