@@ -300,6 +300,23 @@ def test_a_notice_drains_a_spot_machine_and_another_one_takes_its_place(ec2: Ec2
     ec2.call("down", "lab")
 
 
+def test_a_recommendation_to_rebalance_brings_another_machine_before_the_notice(ec2: Ec2) -> None:
+    ec2.call(*up(ec2, "lab", *ZONES, "--spot", "--instances", "1-2", "--no-start"))
+    with CloudJob(ec2, "--cloud", "lab") as job:
+        job.wait_size(2)
+        first = ec2.cloud.live()
+        ec2.cloud.recommend_rebalance(first[0])
+        job.wait_for(lambda: len(job.kinds("agent_started")) == 3, "a third machine")
+        assert first[0].ended is None
+        since = job.mark()
+        ec2.cloud.interrupt(first[0], LIMIT_S)
+        job.wait_event("host_drained", since)
+        job.wait_size(2, since)
+        job.end()
+    assert not ec2.cloud.live()
+    ec2.call("down", "lab")
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [

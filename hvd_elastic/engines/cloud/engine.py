@@ -30,7 +30,7 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.spot import MachineNeed, plan_machines
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import HostDrained, ReadEvent, RunStarted
+from hvd_elastic.run_events import AgentStarted, HostDrained, ReadEvent, RunStarted, Warned
 
 START_LIMIT_S = 600.0
 """How long a machine may take until it answers over ssh [s]; then it is given up."""
@@ -89,6 +89,8 @@ class CloudHosts:
         self._measured = Measured()
         self._began = time.time()
         """When the run began [Unix s]."""
+        self._at_risk: set[str] = set()
+        """Addresses of machines that the cloud may end soon."""
         self._said = ""
 
     # -- as the engine of a run ------------------------------------------------------------
@@ -201,8 +203,13 @@ class CloudHosts:
         """Take an event of the run, from which its progress is known."""
         with self._changing:
             self._measured.note_event(event)
-            if isinstance(event, RunStarted):
-                self._began = event.t
+            match event:
+                case RunStarted():
+                    self._began = event.t
+                case Warned(host_at_risk=host) if host:
+                    self._at_risk.add(host)
+                case AgentStarted(host=host):
+                    self._at_risk.discard(host)  # a new machine at the address of one that is gone
 
     def _new_on_demand(self, number: int, held: Sequence[Machine]) -> int:
         """Return how many of so many new machines may be on demand."""
@@ -216,6 +223,7 @@ class CloudHosts:
             asked.most,
             spot,
             len(held) - spot,
+            sum(each.offer.spot and each.address in self._at_risk for each in held),
             left_s=math.inf if deadline_s is None else self._began + deadline_s - time.time(),
             work_s=self._work_s(asked.most, offers),
             start_s=self.start_s or MachineNeed.start_s,

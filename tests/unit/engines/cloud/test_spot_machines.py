@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hvd_elastic.engines.cloud.provider import CapacityError
 from hvd_elastic.engines.cloud.reach import Reach
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition
 from hvd_elastic.policy.objective import Objective
+from hvd_elastic.run_events import Warned
 from tests.unit.engines.cloud.test_machines import POOLS, Cloud
 from tests.unit.policy.known_runs import run_events, true_model
 
@@ -110,3 +112,18 @@ def test_spot_machines_come_first_also_near_the_deadline(cloud, said, tmp_path, 
     train(hosts)
     hosts.begin(4)
     assert markets(cloud) == {True: 4}
+
+
+def test_a_machine_at_risk_counts_as_gone_near_the_deadline(cloud, said, tmp_path, monkeypatch):
+    spot, cloud.refusals = cloud.refusals, {}
+    hosts = hosts_of(cloud, said, tmp_path, monkeypatch, 900.0)
+    train(hosts)
+    hosts.begin(4)
+    cloud.refusals = spot
+    machine = next(iter(cloud.machines.values()))
+    cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
+    with pytest.raises(CapacityError):
+        hosts.begin(1)
+    hosts.take_event(Warned("it may go", host_at_risk="10.0.0.1"))
+    hosts.begin(1)
+    assert markets(cloud) == {True: 4, False: 1}
