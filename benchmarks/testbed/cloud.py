@@ -251,15 +251,6 @@ class Cloud:
         with self._lock:
             self._events.append((time.time() + notice_s, lambda: self._end(instance, why)))
 
-    def set_capacity(self, pool: Pool, number: int, notice_s: float = 120.0) -> list[Instance]:
-        """Set the capacity of a pool; instances above it are interrupted, and returned."""
-        with self._lock:
-            self.capacity[pool] = number
-            there = [each for each in self.live() if each.pool == pool]
-        for instance in there[number:]:
-            self.interrupt(instance, notice_s)
-        return there[number:]
-
     # -- WSGI ------------------------------------------------------------------------------
 
     def __call__(
