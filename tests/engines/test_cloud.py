@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,6 +218,28 @@ def test_a_run_asks_for_its_machines_and_gives_them_back(market: Market) -> None
         job.end()
     assert market.hosts_on() == {theirs}
     market.call("down", "lab")
+
+
+def test_a_cluster_asks_for_machines_while_jobs_wait_and_ends_what_they_leave(
+    market: Market,
+) -> None:
+    def ours(*words: str) -> None:
+        command = [sys.executable, "-m", "hvd_elastic.cli.app", *words]
+        subprocess.run(command, env=market.environment, check=True, timeout=LIMIT_S)
+
+    theirs = market.start_bystander()
+    market.settings["GIVE_BACK"] = 5.0
+    market.call(*up(market, "lab", "--instances", "1-2", "--no-start"))
+    ours("up", "--cloud", "lab", "--detach")
+    try:
+        assert len(market.hosts_on()) == 2
+        for _ in range(2):  # each takes the slot of one machine
+            ours("submit", "--plain", "--", "sleep", "15")
+        market.wait_hosts(lambda found: len(found) == 3)
+        market.wait_hosts(lambda found: len(found) == 2)
+    finally:
+        ours("down")
+    assert market.hosts_on() == {theirs}
 
 
 @pytest.mark.timeout(90 * KILLS + 600)

@@ -532,9 +532,13 @@ def list_(
     """
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
+    fails = []
     for folder in all_folders():
-        definition = folder.read()
-        machines = Machines(folder, provider_of(definition), _tell).look()
+        try:
+            machines = Machines(folder, provider_of(folder.read()), _tell).look()
+        except HvdElasticError as error:
+            fails.append(f"cloud {folder.name}: {error}")
+            continue
         known |= {each.id for each in machines}
         rows += [_machine_row(each) for each in machines]
         if not machines and not as_json:
@@ -546,7 +550,13 @@ def list_(
         rows += [_machine_row(each) for each in more]
     if as_json:
         print_json(rows)
-        return
+    else:
+        _show_machines(rows)
+    if fails:
+        raise RunError("; ".join(fails))
+
+
+def _show_machines(rows: Sequence[dict[str, Any]]) -> None:
     columns = ("cloud", "id", "state", "type", "zone", "market", "price", "address", "ends in")
     cells = [[name.upper() for name in columns]]
     cells += [[_cell(row[name]) for name in columns] for row in rows]
