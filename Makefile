@@ -88,7 +88,7 @@ $(SETTINGS): FORCE
 		|| printf '%s\n' '$(SETTING)' 'extras: $(ALL_EXTRAS)' > $@
 
 $(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py hvd_elastic/install/pinned.txt
-	@sh scripts/bootstrap.sh "$(PYTHON)"
+	@sh scripts/bootstrap.sh "$(PYTHON)" $(MAKECMDGOALS)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
 		--extras "$(ALL_EXTRAS)" $(if $(filter-out env lint,$(MAKECMDGOALS)),--horovod)
 	@touch $@

@@ -29,6 +29,7 @@ from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT
 from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.bench.digits_data import write_digits
+from hvd_elastic.errors import UsageError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.virtual import VirtualCluster
@@ -36,22 +37,25 @@ from hvd_elastic.virtual import VirtualCluster
 RATES, WIDTHS = ("0.003", "0.01", "0.03", "0.1"), ("2", "4", "8", "16")
 HOSTS, SLOTS = 4, 2
 EPOCHS = 27
-EXAMPLES = EPOCHS * 704
-"""Useful examples of a whole training: a little less than its epochs have."""
+EXAMPLES = 704
+"""Useful examples of an epoch: a little less than it has."""
 NEAR = 0.995
 LIMIT_S = 900.0
 _PEERS = ROOT / "benchmarks" / "peers"
 
 
-def search_ours(bed: VirtualCluster, folder: Path, data: Path, reports: Path) -> dict[str, Any]:
+def search_ours(
+    bed: VirtualCluster, folder: Path, data: Path, reports: Path, epochs: int
+) -> dict[str, Any]:
     """Search with ``hvd-elastic search``; return what is known beside the reports."""
     text = "".join(f"{host} slots={SLOTS}\n" for host in bed.hosts)
     cluster = Cluster(folder / "ours", text, "--ssh-config", bed.ssh_config)
     script = [sys.executable, str(_PEERS / "search_digits.py"), "--data", str(data)]
     script += ["--reports", str(reports), "--lr", "{lr}", "--width", "{width}"]
+    script += ["--epochs", str(epochs)]
     options = [f"--param=lr={','.join(RATES)}", f"--param=width={','.join(WIDTHS)}"]
     options += ["--metric=accuracy", "--goal=max", "--trials=16", "--sampler=grid", "--rungs=3"]
-    options += [f"--max-examples={EXAMPLES}", "--name=digits", "--audit"]
+    options += [f"--max-examples={epochs * EXAMPLES}", "--name=digits", "--audit"]
     with cluster.up():
         times = _run(
             [*OUR_PROGRAM, "search", *options, "--", *script],
@@ -65,14 +69,16 @@ def search_ours(bed: VirtualCluster, folder: Path, data: Path, reports: Path) ->
     return {**times, "runs": len(audits), "exact": sum(audits)}
 
 
-def search_ray(bed: VirtualCluster, folder: Path, data: Path, reports: Path) -> dict[str, Any]:
+def search_ray(
+    bed: VirtualCluster, folder: Path, data: Path, reports: Path, epochs: int
+) -> dict[str, Any]:
     """Search with Ray Tune; return when that began and ended."""
     ray = VirtualRay(bed, folder / "ray", slots=SLOTS, cpus=SLOTS)
     ray.use(bed.hosts)
     ray.up()
     program = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "python"]
     program += [str(_PEERS / "search_tune.py"), str(data), str(reports)]
-    program += [",".join(RATES), ",".join(WIDTHS)]
+    program += [",".join(RATES), ",".join(WIDTHS), str(epochs)]
     command = ray.words("exec", "--cwd", str(ROOT), "--", *program)
     try:
         return _run(command, {"HVD_ELASTIC_HOME": str(ray.home)}, folder)
@@ -99,7 +105,7 @@ def _run(command: Sequence[str], variables: dict[str, str], folder: Path) -> dic
     return {"began": began, "end": time.time()}
 
 
-SEARCHES: dict[str, Callable[[VirtualCluster, Path, Path, Path], dict[str, Any]]] = {
+SEARCHES: dict[str, Callable[[VirtualCluster, Path, Path, Path, int], dict[str, Any]]] = {
     "ours": search_ours,
     "ray-tune": search_ray,
 }
@@ -108,6 +114,8 @@ SEARCHES: dict[str, Callable[[VirtualCluster, Path, Path, Path], dict[str, Any]]
 def measure(options: argparse.Namespace, say: Say) -> Result:
     """Search in each way, in turn."""
     check_names("--ways", options.ways, SEARCHES)
+    if options.epochs < 9:
+        raise UsageError("--epochs is 9 or more: the first of three rungs is at a ninth of them")
     load_before = os.getloadavg()
     found: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="search-") as scratch:
@@ -119,20 +127,21 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                 folder.mkdir()
                 reports = folder / "reports.jsonl"
                 with VirtualCluster.up(HOSTS, SLOTS, shares=[Path(scratch)]) as bed:
-                    more = SEARCHES[way](bed, folder, data, reports)
+                    more = SEARCHES[way](bed, folder, data, reports, options.epochs)
                 lines = reports.read_text(encoding="utf-8").splitlines()
                 found.append((way, [json.loads(line) for line in lines], more))
                 say(f"{way}: {more['end'] - more['began']:.0f} s, {len(lines)} epochs")
     best = max(each["accuracy"] for _, told, _ in found for each in told)
-    rows = [_row(way, told, more, best) for way, told, more in found]
+    rows = [_row(way, told, more, best, options.epochs) for way, told, more in found]
     note = f"The best accuracy of all is {best:.4f}."
-    versions = {"ray": importlib.metadata.version("ray")}
+    peers = ["ray"] if "ray-tune" in options.ways else []
+    versions = {name: importlib.metadata.version(name) for name in peers}
     taken = conditions(f"{HOSTS} virtual hosts of {SLOTS} slots", note, load_before, versions)
     return Result("search_real", taken, {"searches": rows})
 
 
 def _row(
-    way: str, told: Sequence[dict[str, Any]], more: dict[str, Any], best: float
+    way: str, told: Sequence[dict[str, Any]], more: dict[str, Any], best: float, number: int
 ) -> dict[str, Any]:
     """Return the figures of a search."""
     epochs = [(each["lr"], each["width"], each["epoch"]) for each in told]
@@ -143,7 +152,7 @@ def _row(
         "whole_s": more["end"] - more["began"],
         "best": max(each["accuracy"] for each in told),
         "trials": len({each[:2] for each in epochs}),
-        "whole trials": sum(epoch == EPOCHS - 1 for _, _, epoch in epochs),
+        "whole trials": sum(epoch == number - 1 for _, _, epoch in epochs),
         "epochs": len({*epochs}),
         "epochs again": len(epochs) - len({*epochs}),
         "runs": more.get("runs"),
@@ -157,6 +166,8 @@ def main() -> int:
     told = f"of {', '.join(SEARCHES)} (both)"
     parser.add_argument("--ways", type=names, default=list(SEARCHES), help=told)
     parser.add_argument("--rounds", type=at_least_one, default=1, help="repetitions (1)")
+    told = "epochs of a whole training, 9 or more (27)"
+    parser.add_argument("--epochs", type=at_least_one, default=EPOCHS, help=told)
     return run_benchmark(parser, measure)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.published.job import KnownJob, SimulatedJob
 from benchmarks.published.profiles import read_applications, read_workload
 from benchmarks.published.simulate import simulate_jobs
 from benchmarks.published.users import DEALINGS, SharedRun, UseOfShares, dealt, use_of_shares
@@ -30,7 +32,6 @@ from hvd_elastic.policy.schedule.shares import Shares
 
 _BENCHMARK = "shares"
 PARTS = ("virtual", "real")
-_CAPACITY = sum(host.slots for host in HOSTS)
 
 
 def users(dealing: str) -> dict[str, float]:
@@ -38,91 +39,82 @@ def users(dealing: str) -> dict[str, float]:
     return {f"user{number + 1}": float(one) for number, one in enumerate(DEALINGS[dealing])}
 
 
-def simulate_one(task: tuple[Path, Path, str, int, float, float, float]) -> dict[str, Any]:
+def simulate_one(task: tuple[Path, Path, int, float, float, bool, str, float]) -> dict[str, Any]:
     """Return the figures of one workload: of one dealing, or without shares of all."""
-    profiles, workload, dealing, seed, interval_s, rescale_s, half_life_s = task
+    profiles, workload, seed, interval_s, rescale_s, is_known, dealing, half_life_s = task
     jobs = read_workload(workload, read_applications(profiles))
     of_jobs = {name: dealt([job.name for job in jobs], users(name), seed) for name in DEALINGS}
     run = SharedRun()
     if dealing:
         run = SharedRun(of_jobs[dealing], users(dealing), Shares(half_life_s))
-    outcome = simulate_jobs(jobs, HOSTS, run.entry(), interval_s, rescale_s)
+    kind = KnownJob if is_known else SimulatedJob
+    outcome = simulate_jobs(jobs, HOSTS, run.entry(), interval_s, rescale_s, kind=kind)
     use: dict[str, UseOfShares] = {
-        name: use_of_shares(run.rounds, of_jobs[name], users(name), _CAPACITY)
+        name: use_of_shares(run.rounds, of_jobs[name], users(name))
         for name in DEALINGS
         if dealing in ("", name)
     }
-    return {"mean_h": outcome.mean_completion_s / 3600, "rescales": outcome.rescales, "use": use}
+    return {"mean_h": outcome.mean_completion_s / 3600, "use": use}
 
 
 def measure_virtual(options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
-    """Simulate the workloads without shares, and with those of each dealing."""
+    """Simulate the workloads without shares, and with those of each dealing and half-life."""
     if options.profiles is None or options.workloads is None:
         raise UsageError("--parts virtual needs --profiles and --workloads; see schedule.py")
     files = sorted(options.workloads.glob("workload-*.csv"))[: options.first]
     if not files:
         raise UsageError(f"{options.workloads} has no workload-N.csv")
-    half_life_s = parse_duration("--half-life", options.half_life)
-    settings = (options.seed, options.interval, options.rescale, half_life_s)
+    half_lives = {text: parse_duration("--half-life", text) for text in options.half_life}
+    kinds = [("", ""), *((dealing, text) for dealing in DEALINGS for text in half_lives)]
+    settings = (options.seed, options.interval, options.rescale, options.known_speeds)
+    tasks = [(file, *kind) for file in files for kind in kinds]
     rows = []
     with ProcessPoolExecutor(options.processes) as pool:
-        tasks = [
-            (options.profiles, file, dealing, *settings)
-            for file in files
-            for dealing in ("", *DEALINGS)
-        ]
+        simulated = pool.map(
+            simulate_one,
+            [
+                (options.profiles, file, *settings, dealing, half_lives.get(text, 0.0))
+                for file, dealing, text in tasks
+            ],
+        )
         without: dict[str, Any] = {}
-        for (_, file, dealing, *_), found in zip(tasks, pool.map(simulate_one, tasks), strict=True):
+        for (file, dealing, text), found in zip(tasks, simulated, strict=True):
             if not dealing:
                 without = found
                 continue
+            use, before = found["use"][dealing], without["use"][dealing]
             row = {
-                "workload": file.stem.rpartition("-")[2],
+                "workload": int(file.stem.rpartition("-")[2]),
                 "dealing": dealing,
-                "seed": options.seed,
-                "interval_s": options.interval,
-                "rescale_s": options.rescale,
-                "half_life_h": half_life_s / 3600,
-                "mean_h": round(found["mean_h"], 3),
-                "without_h": round(without["mean_h"], 3),
+                "half_life": text,
                 "longer": round(found["mean_h"] / without["mean_h"] - 1, 3),
-                "rescales": found["rescales"],
-                "rescales_without": without["rescales"],
+                "lack": round(use.lack, 3),
+                "over": round(use.over, 3),
+                "lack_without": round(before.lack, 3),
+                "over_without": round(before.over, 3),
             }
-            use, use_without = found["use"][dealing], without["use"][dealing]
-            for name in ("worst", "all_h", "worst_of_all"):
-                row[name] = round(getattr(use, name), 3)
-                row[f"{name}_without"] = round(getattr(use_without, name), 3)
-            row["used_h"] = [round(hours, 1) for hours in use.used_h.values()]
-            row["fair_h"] = [round(hours, 1) for hours in use.fair_h.values()]
             rows.append(row)
             say(
-                f"workload {row['workload']}, {dealing}: mean {row['mean_h']} h "
-                f"({row['longer']:+.1%}), use within {row['worst']:.1%} of the fair share "
-                f"({row['worst_without']:.0%} without); {row['all_h']} h in which all could use "
-                f"more: within {row['worst_of_all']:.1%}"
+                f"workload {row['workload']}, {dealing}, {text}: mean {found['mean_h']:.3f} h "
+                f"({row['longer']:+.1%}); of the fair share nobody lacked more than {use.lack:.1%} "
+                f"({before.lack:.0%} without) or had more than {use.over:.0%} beyond it "
+                f"({before.over:.0%}), in {use.contended_h:.1f} h"
             )
     return rows
 
 
 def sums(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each dealing: what users had in all workloads together, and the cost."""
+    """Return a row for each dealing and half-life: the means and worst figures of all workloads."""
     found = []
-    for dealing in dict.fromkeys(row["dealing"] for row in rows):
-        own = [row for row in rows if row["dealing"] == dealing]
-        hours = [
-            [sum(column) for column in zip(*(row[name] for row in own), strict=True)]
-            for name in ("used_h", "fair_h")
-        ]
-        apart = [abs(used / fair - 1) for used, fair in zip(*hours, strict=True)]
-        means = [sum(row[name] for row in own) / len(own) for name in ("mean_h", "without_h")]
+    for dealing, half_life in dict.fromkeys((row["dealing"], row["half_life"]) for row in rows):
+        own = [row for row in rows if (row["dealing"], row["half_life"]) == (dealing, half_life)]
         found.append(
             {
                 "dealing": dealing,
-                "workloads": len(own),
-                "worst_of_users": round(max(apart), 3),
-                "mean_h": round(means[0], 3),
-                "longer": round(means[0] / means[1] - 1, 3),
+                "half_life": half_life,
+                "longer": round(statistics.fmean(row["longer"] for row in own), 3),
+                "lack": max(row["lack"] for row in own),
+                "over": max(row["over"] for row in own),
             }
         )
     return found
@@ -143,7 +135,11 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
             measure_accounts(users(dealing), options.minutes, say) | {"dealing": dealing}
             for dealing in options.dealings
         ]
-    note = "Virtual: 16 hosts of 4 slots in virtual time. Real: six accounts, virtual hosts."
+    note = (
+        f"Virtual: 16 hosts of 4 slots, decisions each {options.interval:g} s, pauses of "
+        f"{options.rescale:g} s, seed {options.seed}, speeds "
+        f"{'known' if options.known_speeds else 'measured'}. Real: six accounts, virtual hosts."
+    )
     found["sums"] = sums(found["virtual"])
     return Result(_BENCHMARK, conditions("a simulated cluster", note, load_before), found)
 
@@ -162,8 +158,10 @@ def main() -> int:
     parser.add_argument("--interval", type=float, default=10.0, help=told)
     told = "of virtual: pause of a rescale [s] (1)"
     parser.add_argument("--rescale", type=float, default=1.0, help=told)
-    told = "of virtual: time after which use counts half (7d)"
-    parser.add_argument("--half-life", default="7d", help=told)
+    told = "of virtual: times after which use counts half (7d)"
+    parser.add_argument("--half-life", type=names, default=["7d"], help=told)
+    told = "of virtual: jobs know their speeds, which takes a quarter of the time"
+    parser.add_argument("--known-speeds", action="store_true", help=told)
     told = "of virtual: processes that simulate at once (2)"
     parser.add_argument("--processes", type=at_least_one, default=2, help=told)
     told = "of real: how long all users have work waiting (30)"

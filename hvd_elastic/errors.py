@@ -11,10 +11,10 @@
     │   ├── HostKeyError           unknown or changed host key
     │   └── LoginRefusedError      no key, or not the right one
     ├── StrangerError          a file, folder or socket belongs to another user
-    ├── RunError               a run cannot start, be found or go on; also a RuntimeError
+    ├── RunError               a run cannot start, be found or continue; also a RuntimeError
     ├── ScriptError            the user's training script is used in a way that cannot work
     ├── CheckpointError        a checkpoint cannot be written or read
-    ├── DataError              a data set cannot be prepared, indexed or read
+    ├── DataError              a dataset cannot be prepared, indexed or read
     │   └── SkippedExampleError    an example cannot be decoded, and is to be left out
     ├── VirtualClusterError    a virtual cluster cannot be made or found
     └── BuildError             Horovod cannot be built or installed
@@ -117,7 +117,7 @@ class StrangerError(HvdElasticError):
 
 
 class RunError(HvdElasticError, RuntimeError):
-    """A run cannot start, be found or go on."""
+    """A run cannot start, be found or continue."""
 
 
 class ScriptError(HvdElasticError):
@@ -129,7 +129,7 @@ class CheckpointError(HvdElasticError):
 
 
 class DataError(HvdElasticError):
-    """A data set cannot be prepared, indexed or read; the message names file and example."""
+    """A dataset cannot be prepared, indexed or read; the message names file and example."""
 
 
 class SkippedExampleError(DataError):

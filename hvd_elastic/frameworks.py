@@ -190,7 +190,7 @@ def check_keras_model(model: Any) -> None:
     if kind is not None:
         raise ScriptError(
             f"{type(model).__name__} is of tf_keras (Keras 2), and hvd_elastic needs Keras 3: "
-            "`import keras` instead of tf_keras, and save weights anew with it"
+            "`import keras` instead of tf_keras, and save the weights again with it"
         )
 
 

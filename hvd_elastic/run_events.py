@@ -9,13 +9,11 @@ these types.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-HostSlots = tuple[str, int]
-"""Name and number of slots of a host."""
 Status = Literal["succeeded", "failed", "stopped"]
 """How a run ends."""
 Action = Literal["grow", "shrink", "move", "stay", "pause", "resume"]
@@ -24,6 +22,13 @@ Bound = Literal["nothing", "cores", "storage", "link", "unknown"]
 """What ranks that wait for data wait for."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 """A whole number that a float can hold; no run has as many examples."""
+
+
+class HostSlots(NamedTuple):
+    """A host, and the number of workers that it may hold; written as a list of both."""
+
+    name: str
+    slots: int
 
 
 class Departure(enum.Enum):
@@ -345,7 +350,7 @@ class Shares(RunEvent, tag="shares"):
 
 
 class ExampleSkipped(RunEvent, tag="example_skipped"):
-    """An example of the data set cannot be decoded and is left out; once for each worker."""
+    """An example of the dataset cannot be decoded and is left out; once for each worker."""
 
     example: str
     reason: str

@@ -1,9 +1,11 @@
 #!/bin/sh
 # What setup_env.py cannot do for itself: make sure that there is a Python that can run it.
-# Usage: bootstrap.sh PYTHON
+# Usage: bootstrap.sh PYTHON [TARGET…]   (targets: what make was asked for, named in its errors)
 set -eu
 
 python=$1
+shift
+again="make${*:+ $*} PYTHON"
 # from pyproject.toml: requires-python = ">=3.10,<3.14"
 range=$(sed -n 's/^requires-python = ">=3\.\([0-9]*\),<3\.\([0-9]*\)"$/\1 \2/p' "$(dirname "$0")/../pyproject.toml")
 oldest=${range% *} newest=$((${range#* } - 1))
@@ -34,17 +36,17 @@ refuse() {
     names=$(seq -f "python3.%g" "$newest" -1 "$oldest")
     for other in $names /usr/bin/python3; do
         if command -v "$other" >/dev/null 2>&1 && [ -z "$(fault "$other")" ]; then
-            echo "error: $1; run: make PYTHON=$other" >&2
+            echo "error: $1; run: $again=$other" >&2
             exit 1
         fi
     done
     for name in $names; do
         if apt-cache show "$name-venv" 2>/dev/null | grep -q ^Package; then
-            echo "error: $1; run: sudo apt-get install -y $name-venv $name-dev, then: make PYTHON=$name" >&2
+            echo "error: $1; run: sudo apt-get install -y $name-venv $name-dev, then: $again=$name" >&2
             exit 1
         fi
     done
-    echo "error: $1; with uv (pip install uv): uv python install 3.$newest, then: make PYTHON=\"\$(uv python find 3.$newest)\"" >&2
+    echo "error: $1; with uv (pip install uv): uv python install 3.$newest, then: $again=\"\$(uv python find 3.$newest)\"" >&2
     exit 1
 }
 

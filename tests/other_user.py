@@ -49,7 +49,7 @@ def open_folder() -> Iterator[Path]:
 
 # Modules are imported first: nobody may not look into the folder that Python lies in.
 _BECOME = f"""
-import encodings.idna, http.client, os, socket, sys
+import encodings.idna, http.client, os, signal, socket, sys
 os.setgroups([]); os.setgid({UID}); os.setuid({UID})
 """
 _HOLD = """
@@ -60,6 +60,8 @@ print("holds", flush=True)
 connection, _ = listener.accept()
 connection.settimeout(60)
 print(connection.recv(1 << 16) or "nothing", flush=True)
+connection.close()
+signal.pause()  # others may connect; they are told nothing
 """
 
 

@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--reports", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
@@ -79,7 +80,7 @@ def main() -> None:
 
     @hvd.run
     def train(_: Any) -> None:
-        for epoch in hvd.epochs(EPOCHS):
+        for epoch in hvd.epochs(args.epochs):
             for images, labels in loader:
                 take_step(model, optimizer, images, labels)
             accuracy = accuracy_of(model, valid)

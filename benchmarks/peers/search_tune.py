@@ -1,6 +1,6 @@
 """The search of ``search_digits.py`` with Ray Tune's asynchronous halving, a slot for each trial.
 
-``python benchmarks/peers/search_tune.py DATA REPORTS RATES WIDTHS``, on a node of a Ray cluster.
+``python benchmarks/peers/search_tune.py DATA REPORTS RATES WIDTHS EPOCHS``, on a node of Ray.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks.peers.search_digits import (
     BATCH,
-    EPOCHS,
     accuracy_of,
     make_model,
     note,
@@ -30,7 +29,7 @@ def train(config: dict[str, Any]) -> None:
     model = make_model(config["width"])
     optimizer = torch.optim.SGD(model.parameters(), config["lr"], momentum=0.9)
     loader = torch.utils.data.DataLoader(train_data, BATCH, shuffle=True)
-    for epoch in range(EPOCHS):
+    for epoch in range(config["epochs"]):
         for images, labels in loader:
             take_step(model, optimizer, images, labels)
         accuracy = accuracy_of(model, valid)
@@ -45,15 +44,17 @@ def main() -> None:
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
 
-    data, reports, rates, widths = sys.argv[1:]
+    data, reports, rates, widths, told = sys.argv[1:]
+    epochs = int(told)
     ray.init(log_to_driver=False)
     space = {
         "lr": tune.grid_search([float(rate) for rate in rates.split(",")]),
         "width": tune.grid_search([int(width) for width in widths.split(",")]),
         "data": data,
         "reports": reports,
+        "epochs": epochs,
     }
-    halving = ASHAScheduler(max_t=EPOCHS, grace_period=EPOCHS // 9, reduction_factor=3)
+    halving = ASHAScheduler(max_t=epochs, grace_period=epochs // 9, reduction_factor=3)
     tuner = tune.Tuner(
         tune.with_resources(train, {"cpu": 1}),
         param_space=space,

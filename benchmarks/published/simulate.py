@@ -45,6 +45,7 @@ def simulate_jobs(
     rescale_s: float = 30.0,
     noise: float = 0.0,
     leave_s: float = 0.0,
+    kind: type[SimulatedJob] = SimulatedJob,
 ) -> FairOutcome:
     """Return what happens to a published workload under a policy.
 
@@ -56,12 +57,13 @@ def simulate_jobs(
         rescale_s: pause of a job when its slots change [s].
         noise: relative error of the goodput that the policy reads.
         leave_s: time until the processes of a job have left the slots that it gives up [s].
+        kind: what the jobs are.
 
     Raises:
         ValueError: some job never gets slots.
     """
     shares = EqualShares(sum(host.slots for host in hosts), hosts[0].slots, rescale_s)
-    jobs = [SimulatedJob(each, policy.adapts, hosts[0].slots) for each in workload]
+    jobs = [kind(each, policy.adapts, hosts[0].slots) for each in workload]
     for job in jobs:
         job.noise = noise
 

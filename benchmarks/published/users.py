@@ -96,49 +96,39 @@ class SharedRun:
 
 @dataclass(frozen=True)
 class UseOfShares:
-    """What users had, beside their fair shares.
+    """What users had, relative to their fair shares, while jobs could use more than there was.
+
+    The fair share is weighted max-min: at each moment the slots in use are dealt out by weight, to
+    nobody more than the user's jobs could use.
 
     Attributes:
-        worst: largest relative difference between what a user had and the weighted max-min fair
-            share of the slots in use, over the whole workload.
-        all_h: time in which the jobs of each user could use more than the share by weight [h].
-        worst_of_all: largest relative difference from the weights over that time.
-        used_h, fair_h: slot hours that each user had, and those of the fair share.
+        lack: largest part of the fair share that a user did not have.
+        over: largest part that a user had beyond it.
+        contended_h: time that counts [h].
     """
 
-    worst: float
-    all_h: float
-    worst_of_all: float
-    used_h: dict[str, float]
-    fair_h: dict[str, float]
+    lack: float
+    over: float
+    contended_h: float
 
 
 def use_of_shares(
-    rounds: Sequence[Round], user_of: Mapping[str, str], weights: Weights, capacity: int
+    rounds: Sequence[Round], user_of: Mapping[str, str], weights: Weights
 ) -> UseOfShares:
-    """Return what users had of the slots that jobs held.
-
-    Args:
-        capacity: slots of the cluster.
-    """
-    used, fair, used_by_all = Counter[str](), Counter[str](), Counter[str]()
-    all_s, together = 0.0, sum(weights.values())
+    """Return what users had of the slots that jobs held."""
+    used, fair = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0)
+    contended_s = 0.0
     for each in rounds:
         held, could_use = Counter[str](), Counter[str]()
         for job, slots in each.held.items():
             held[user_of[job]] += slots
             could_use[user_of[job]] += each.could_use[job]
-        own = {user: weights[user] for user in could_use}
-        shares = fair_slots(could_use, own, sum(held.values()))
-        for user in own:
-            used[user] += each.seconds * held[user]  # type: ignore[assignment]
-            fair[user] += each.seconds * shares[user]  # type: ignore[assignment]
-        if all(could_use[user] > capacity * weights[user] / together for user in weights):
-            all_s += each.seconds
-            for user in own:
-                used_by_all[user] += each.seconds * held[user]  # type: ignore[assignment]
-    whole = sum(used_by_all.values())
-    of_all = [abs(used_by_all[u] / whole * together / weights[u] - 1) for u in weights if whole]
-    worst = max(abs(used[user] / fair[user] - 1) for user in fair if fair[user])
-    used_h, fair_h = ({user: whose[user] / 3600 for user in weights} for whose in (used, fair))
-    return UseOfShares(worst, all_s / 3600, max(of_all, default=0.0), used_h, fair_h)
+        if could_use.total() <= held.total():
+            continue
+        contended_s += each.seconds
+        shares = fair_slots(could_use, {user: weights[user] for user in could_use}, held.total())
+        for user, share in shares.items():
+            used[user] += each.seconds * held[user]
+            fair[user] += each.seconds * share
+    parts = [used[user] / fair[user] - 1 for user in weights if fair[user]] or [0.0]
+    return UseOfShares(max(0.0, -min(parts)), max(0.0, *parts), contended_s / 3600)

@@ -283,7 +283,7 @@ class Player:
         for event in self.job.events:
             if event["mono"] < incident.began:
                 continue
-            if event["kind"] == "warning" and "training begins anew" in event["message"]:
+            if event["kind"] == "warning" and "training starts from scratch" in event["message"]:
                 self._blame(incident, event["message"])
             elif event["kind"] == "restored" and incident.made.damaged:
                 if event["path"].endswith(incident.made.damaged):

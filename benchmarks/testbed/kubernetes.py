@@ -121,7 +121,10 @@ def build() -> str:
             (work / "bin" / "openapi-gen").unlink()
             (work / "bin").rename(folder)
         shutil.rmtree(work, ignore_errors=True)
-        return "" if done.returncode == 0 else f"Kubernetes cannot be built; see {log}"
+        if done.returncode == 0:
+            return ""
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return f"Kubernetes cannot be built ({last}); see {log}"
 
 
 class ControlPlane:
@@ -227,7 +230,8 @@ class ControlPlane:
     def _make_files(self) -> None:
         names = f"subjectAltName=IP:{self.address},IP:127.0.0.1"
         (self.folder / "names").write_text(names)
-        (self.folder / "tokens.csv").write_text('admin,admin,1,"system:masters"\n')
+        users = 'admin,admin,1,"system:masters"\nnobody,nobody,2\n'
+        (self.folder / "tokens.csv").write_text(users)
         user = {"name": "admin", "user": {"token": "admin"}}
         server = f"https://{self.address}:{self.port}"
         cluster = {"server": server, "certificate-authority": str(self.folder / "ca.crt")}
@@ -301,6 +305,34 @@ exec "$@"
 """Mounts pairs of a source and a target, and then runs a command in a folder."""
 
 
+_CLOCK = """
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    long status = syscall(SYS_clock_gettime, clock, now);
+    const char *ahead = getenv("AHEAD_S");
+    if (clock == CLOCK_REALTIME && ahead) now->tv_sec += atol(ahead);
+    return status;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec, now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *now) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    return now ? *now = precise.tv_sec : precise.tv_sec;
+}
+"""
+_MEMORY = Path("/sys/fs/cgroup/memory")
+"""Control groups for memory (version 1)."""
+
+
 class Nodes:
     """Virtual hosts as nodes: registers them, and runs the pods that are bound to them.
 
@@ -309,7 +341,8 @@ class Nodes:
     Args:
         control: the control plane.
         cluster: the virtual hosts.
-        images: images that can be pulled; all of them are this machine's files.
+        images: images that can be pulled; all of them are this machine's files. Where one is named
+            ``bare``, its programs are not on the ``PATH``.
         gpus: what each node has of ``nvidia.com/gpu``.
     """
 
@@ -326,9 +359,14 @@ class Nodes:
         text = _KUBECTL.format(**words, pods=control.folder / "pods")
         (self.bin / "kubectl").write_text(text)
         (self.bin / "kubectl").chmod(0o755)
+        self.ahead_s: dict[str, int] = {}
+        """How far the clocks of nodes are ahead in new pods, by host [s]."""
+        self.left_s: dict[str, float] = {}
+        """Time from SIGTERM to the end of each pod that has got it, by name [s]."""
         self._pods: dict[str, _Pod] = {}
         self._beat_at: dict[str, float] = {}
         self._over = threading.Event()
+        self.pod_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
     def __enter__(self) -> Self:
@@ -344,6 +382,30 @@ class Nodes:
         for pod in self._pods.values():
             pod.end()
 
+    def clock(self) -> Path:
+        """Return a library with which programs have a clock that is ahead by ``AHEAD_S``."""
+        library = self.control.folder / "clock.so"
+        if not library.exists():
+            words = ["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
+            subprocess.run(words, input=_CLOCK, check=True, text=True)
+        return library
+
+    @property
+    def has_memory_groups(self) -> bool:
+        """Whether pods have no more memory than their limit."""
+        return os.access(_MEMORY / "memory.limit_in_bytes", os.W_OK)
+
+    def use_memory(self, name: str, size: int) -> None:
+        """Use so many bytes of a pod's memory, in a process of the pod that is killed for it."""
+        (pod,) = (p for p in self._pods.values() if p.manifest["metadata"]["name"] == name)
+        code = f"bytearray({size})"
+        done = subprocess.run(
+            ["sh", "-c", f"echo $$ >{pod.group}/cgroup.procs && exec {sys.executable} -c '{code}'"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == -signal.SIGKILL, done
+
     def hosts_text(self) -> str:
         """Return /etc/hosts of the pods: the names of services, which a DNS would have."""
         lines = ["127.0.0.1 localhost"]
@@ -358,7 +420,9 @@ class Nodes:
         return "\n".join(lines) + "\n"
 
     def _run(self) -> None:
-        while not self._over.wait(0.25):
+        while not self._over.is_set():
+            self.pod_ended.wait(0.25)
+            self.pod_ended.clear()
             with contextlib.suppress(OSError):  # the API server may be away
                 self._beat()
                 self._bind_claims()
@@ -471,9 +535,11 @@ class _Pod:
         self.hosts = self._folder / "hosts"
         self.log = self._folder / "log"
         self.pid = self._folder / "pid"
+        self.group = _MEMORY / f"hvd-elastic-pod-{of['uid']}"
         self._process: subprocess.Popen[str] | None = None
         self._end_at: float | None = None
         self._ended = False
+        self._signalled_at: float | None = None
 
     @property
     def runs(self) -> bool:
@@ -494,15 +560,19 @@ class _Pod:
             self._ended = True
             code = 128 - status if status < 0 else status
             said = self.log.read_text(errors="replace")[-2000:] if code else ""
-            end = {"exitCode": code, "reason": "Error" if code else "Completed", "message": said}
+            reason = "OOMKilled" if self._lacked_memory() else "Error" if code else "Completed"
+            end = {"exitCode": code, "reason": reason, "message": said}
             end |= {"startedAt": self._since, "finishedAt": _now()}
             phase = "Failed" if code else "Succeeded"
             self._nodes.tell(manifest, phase, {"terminated": end})
+        elif not self._ended and self._lacked_memory():
+            self.kill()  # all of it, as Kubernetes does from 1.28 on
         if going and self._ended:
             self._nodes.forget(manifest)
         elif going and self._end_at is None:
             grace_s = manifest["metadata"].get("deletionGracePeriodSeconds") or 0
             self._end_at = time.monotonic() + grace_s
+            self._signalled_at = time.monotonic()
             self._signal(signal.SIGTERM if grace_s else signal.SIGKILL)
         elif going and time.monotonic() > (self._end_at or 0.0):
             self.kill()
@@ -516,6 +586,22 @@ class _Pod:
         if self._process is not None:
             self._process.kill()  # with it what it has begun
             self._process.wait()
+        with contextlib.suppress(OSError):
+            self.group.rmdir()
+
+    def _limit_memory(self, limit: str) -> list[str]:
+        """Make a control group with a limit; return words that have what follows run in it."""
+        if not limit or not self._nodes.has_memory_groups:
+            return []
+        self.group.mkdir(exist_ok=True)
+        (self.group / "memory.limit_in_bytes").write_text(limit)
+        return ["sh", "-c", f'echo $$ >{self.group}/cgroup.procs; exec "$@"', "sh"]
+
+    def _lacked_memory(self) -> bool:
+        """Return whether a process of the pod was killed because of the pod's limit."""
+        with contextlib.suppress(OSError):
+            return "oom_kill 0" not in (self.group / "memory.oom_control").read_text()
+        return False
 
     def _signal(self, number: int) -> None:
         pid = self._first()
@@ -554,20 +640,27 @@ class _Pod:
         environment = {"PATH": path, "HOME": "/root", "TMPDIR": "/run"}  # of the pod alone
         environment["KUBERNETES_SERVICE_HOST"] = self._nodes.control.address
         environment["KUBERNETES_SERVICE_PORT"] = str(self._nodes.control.port)
+        if ahead_s := self._nodes.ahead_s.get(spec["nodeName"]):
+            environment |= {"LD_PRELOAD": str(self._nodes.clock()), "AHEAD_S": str(ahead_s)}
         for each in container.get("env", ()):
             environment[each["name"]] = each.get("value", of["name"])
         argv = [*container.get("command", ()), *container.get("args", ())]
+        if "/bare:" in container["image"]:
+            argv = ["sh", "-c", 'PATH=/nowhere; exec "$@"', "sh", *argv]
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         where = container.get("workingDir", "/")
+        limit = container.get("resources", {}).get("limits", {}).get("memory", "")
+        limited = self._limit_memory(limit)
         with self.log.open("wb") as log:
             self._process = self._nodes.cluster.popen_on(
                 spec["nodeName"],
-                [*apart, "sh", "-c", _POD, "sh", *mounts, "--", where, *argv],
+                [*limited, *apart, "sh", "-c", _POD, "sh", *mounts, "--", where, *argv],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+        threading.Thread(target=self._await_end, args=(self._process,), daemon=True).start()
         self._since = _now()
         deadline = time.monotonic() + START_S
         while self._process.poll() is None and time.monotonic() < deadline:
@@ -578,6 +671,13 @@ class _Pod:
                     break
             time.sleep(0.02)
         self._nodes.tell(self.manifest, "Running", {"running": {"startedAt": self._since}})
+
+    def _await_end(self, process: subprocess.Popen[str]) -> None:
+        process.wait()
+        if self._signalled_at is not None:
+            left_s = time.monotonic() - self._signalled_at
+            self._nodes.left_s[self.manifest["metadata"]["name"]] = left_s
+        self._nodes.pod_ended.set()
 
     def _source(self, volume: Mapping[str, Any]) -> Path:
         """Return the folder with the content of a volume."""

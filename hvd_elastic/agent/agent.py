@@ -457,7 +457,7 @@ class Agent:
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
             self._end_unused(
-                f"a folder of the run cannot be made: {place}{error.strerror}. Free space or mend "
+                f"a folder of the run cannot be made: {place}{error.strerror}. Free space or fix "
                 "the permissions there, or set HVD_ELASTIC_HOME, or TMPDIR for temporary files, to "
                 "folders that every host can write"
             )

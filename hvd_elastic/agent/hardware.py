@@ -23,7 +23,7 @@ _KEPT_EVERY_S = 300.0
 """Least time between answers that are kept to compare with [s]."""
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
-    "from hvd_elastic.programs.watch_hardware import main; main()"
+    "from hvd_elastic.programs.hardware import watch_hardware; watch_hardware()"
 )
 
 

@@ -141,7 +141,7 @@ class MemoryKills:
         """Number at the last two looks: a large process takes seconds to end."""
 
     def count_kills(self) -> None:
-        """Count anew; called every few seconds."""
+        """Count again; called every few seconds."""
         self._seen.append(self._count())
 
     def any_new(self) -> bool:

@@ -202,7 +202,7 @@ class UnacknowledgedLog:
         return list(self._unacknowledged)
 
     def unacknowledged_readings(self) -> list[msg.Reading]:
-        """Return the unacknowledged messages about what was read of the data set (``--audit``)."""
+        """Return the unacknowledged messages about what was read of the dataset (``--audit``)."""
         said = (
             message.message
             for message in self._unacknowledged

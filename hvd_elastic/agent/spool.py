@@ -93,7 +93,7 @@ class Spool:
         return size
 
     def keep_untold(self, readings: Sequence[msg.Reading]) -> None:
-        """Save what was read of the data set and no leader knows, for the run's next agent."""
+        """Save what was read of the dataset and no leader knows, for the run's next agent."""
         if readings:
             with contextlib.suppress(OSError):
                 (self.path / _UNTOLD).write_bytes(b"".join(map(encode, readings)))

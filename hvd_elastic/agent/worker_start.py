@@ -31,7 +31,7 @@ def training_script(command: Sequence[str]) -> str | None:
     >>> training_script(["python", "-m", "train"]), training_script(["sh", "train.py"])
     (None, None)
     """
-    # Only the first argument of a Python interpreter is surely the path of a script.
+    # Only the first argument of a Python interpreter is certainly the path of a script.
     first = next((word for word in command[1:] if not word.startswith("-")), "")
     return first if "python" in Path(command[0]).name and first.endswith(".py") else None
 

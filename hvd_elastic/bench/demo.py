@@ -186,7 +186,7 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
 
 
 def prepare_data(folder: Path, target: Path, cluster: VirtualCluster) -> None:
-    """Write the data set and copy it to every host."""
+    """Write the dataset and copy it to every host."""
     write_digits(folder)
     hosts = parse_hostfile(cluster.hostfile).hosts
     options = SshOptions(config_path=cluster.ssh_config)

@@ -1,4 +1,4 @@
-"""Write the data set of the demo: 1,797 images of handwritten digits of 8 x 8 pixels.
+"""Write the dataset of the demo: 1,797 images of handwritten digits of 8 x 8 pixels.
 
 They are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak
 (UCI Machine Learning Repository, CC BY 4.0), which scikit-learn ships too, in ``digits.npz`` here.
@@ -18,7 +18,7 @@ _DIGITS = Path(__file__).with_name("digits.npz")
 
 
 def write_digits(folder: Path, sample: int | None = None) -> tuple[int, int]:
-    """Write the data set as ``train.npz`` and ``test.npz``.
+    """Write the dataset as ``train.npz`` and ``test.npz``.
 
     Each has ``images``, shape (N, 1, 8, 8), float32 from 0 to 1, and ``labels``, shape (N,), int64.
 

@@ -109,7 +109,7 @@ def _most_by_growth(batch_size: int, fits: Callable[[int], bool], limit: int) ->
 
 
 def _forget_peak() -> None:
-    """Have :func:`_peak` begin anew, at what is held now."""
+    """Have :func:`_peak` start again, at what is held now."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:  # a peak of before then hides the growth, until there is more

@@ -18,7 +18,7 @@ _Z = 1.959964
 
 
 class StepTimer:
-    """Times blocks of steps after a warm-up, anew for each number of ranks.
+    """Times blocks of steps after a warm-up, again for each number of ranks.
 
     The time of a step is that of a block divided by its steps. The parts of a step are told apart
     by :meth:`mark`. Where a device computes beside the processor, that needs it to be waited for,

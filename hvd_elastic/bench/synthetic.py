@@ -20,8 +20,8 @@ from hvd_elastic.policy.evidence import replay
 from hvd_elastic.run_events import Metrics, ReadEvent, RescaleStarted
 
 
-class Progress(Protocol):
-    """Is told how the measurement goes on."""
+class ProgressView(Protocol):
+    """Is told how the measurement continues."""
 
     def say(self, text: str) -> None:
         """Note what is being done."""
@@ -40,7 +40,7 @@ def measure_synthetic(
     settings: Settings,
     seconds: float,
     options: Sequence[str],
-    progress: Progress,
+    progress: ProgressView,
 ) -> Scaling:
     """Train on synthetic data at each size, and return the figures.
 

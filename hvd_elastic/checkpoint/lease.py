@@ -37,7 +37,7 @@ _RENEW_S = 3.0
 _LOOK_S = 0.5
 """Time between two readings of another leader's lease [s], while starting waits for the result."""
 _STOOD_STILL_S = 2 * _RENEW_S
-"""Time between two readings above which this process was paused and must observe anew [s]."""
+"""Time between two readings above which this process was paused and must observe again [s]."""
 _END_S = 3.0
 """How long the end of a run waits for slow storage to remove the lease [s]."""
 

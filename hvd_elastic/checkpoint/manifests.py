@@ -258,7 +258,7 @@ def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None)
     for info in found:
         if run_id is None:
             whose = f"run {info.run}" if info.run else "another run"
-            go_on = f", or go on with: hvd-elastic run --resume {info.run}" if info.run else ""
+            go_on = f", or continue with: hvd-elastic run --resume {info.run}" if info.run else ""
             raise CheckpointError(
                 f"{place} holds a checkpoint of {whose}, {info.path.name}, and a new run needs a "
                 f"folder or URL without any. Give it a --checkpoint-dir of its own{go_on}"
@@ -266,8 +266,8 @@ def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None)
         if not is_own(info, run_id):
             raise CheckpointError(
                 f"{place} holds a checkpoint of run {info.run}, {info.path.name}, and run {run_id} "
-                f"neither goes on from another run's nor writes beside it. Move the files of "
-                f"{info.run} elsewhere, or go on with: hvd-elastic run --resume {info.run}"
+                "neither resumes another run's checkpoints nor writes beside it. Move the files "
+                f"of {info.run} elsewhere, or continue with: hvd-elastic run --resume {info.run}"
             )
 
 

@@ -171,7 +171,7 @@ def explained(folder: Path, what: str, kept: str, when_full: str = "") -> Iterat
 
 @contextlib.contextmanager
 def failures_logged(path: Path) -> Iterator[None]:
-    """Log that a path could not be removed, and go on."""
+    """Log that a path could not be removed, and continue."""
     try:
         yield
     except (OSError, CheckpointError) as error:

@@ -38,7 +38,7 @@ class _Job:
     blocked_s: float = 0.0
 
 
-class ShardWriter:
+class CheckpointWriter:
     """Copies and writes the shards of one rank, one at a time, in a thread.
 
     All functions are called in that thread.

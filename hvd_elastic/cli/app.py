@@ -59,7 +59,7 @@ SECTIONS = {
         "get": ("runs.export:get", "List or copy files that a script saved."),
         "export": ("runs.export:export", "Write a run's weights for other programs."),
         "dashboard": ("views.dashboard:dashboard", "Serve live pages of the runs."),
-        "top": ("views.dashboard:top", "Show a run as it goes on."),
+        "top": ("views.dashboard:top", "Show a run live."),
         "attach": ("runs.show:attach", "Follow a detached run."),
         "report": ("views.dashboard:report", "Summarise and plot a run."),
         "plan": ("planning.plan:plan", "Predict what other numbers of hosts would bring."),
@@ -158,7 +158,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def root(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+        False, "--version", callback=_print_version, is_eager=True, help="print the version"
     ),
 ) -> None:
     """Elastic data-parallel training on Horovod, over the hosts of a hostfile."""

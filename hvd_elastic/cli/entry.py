@@ -154,7 +154,7 @@ def _status_of(program: str, command: Any, words: list[str]) -> int:
             raise
         print(
             printable(
-                f"error: {error.filename}: {error.strerror}. Mend the permissions there, or set "
+                f"error: {error.filename}: {error.strerror}. Fix the permissions there, or set "
                 "HVD_ELASTIC_HOME to a folder of yours."
             ),
             file=sys.stderr,

@@ -302,7 +302,5 @@ OptionalRun = Annotated[
 RequiredRun = Annotated[
     str, argument("Run id, or number or name of its job; see: hvd-elastic list, queue", "RUN")
 ]
-AsJson = Annotated[bool, option("Print JSON instead of text.", "--json")]
-EventsAsJson = Annotated[
-    bool, option("Print every event as a JSON line instead of text.", "--json")
-]
+AsJson = Annotated[bool, option("print JSON instead of text", "--json")]
+EventsAsJson = Annotated[bool, option("print every event as a JSON line instead of text", "--json")]

@@ -136,7 +136,7 @@ class Communicator(Protocol):
             array: what is averaged.
             name: name of the reduction, the same on all ranks.
             sent_as: another name, under which it meets a collective of ranks that do not call this:
-                then all ranks get an error, and none waits for ever.
+                then all ranks get an error, and none waits forever.
         """
 
     def sum_async(self, array: Array, name: str) -> Any:

@@ -10,14 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from hvd_elastic.control.commands import Member
-from hvd_elastic.run_events import Status
-
-
-class HostSlots(msgspec.Struct, frozen=True):
-    """A host of the hostfile and the number of workers it may hold."""
-
-    name: str
-    slots: int
+from hvd_elastic.run_events import HostSlots, Status
 
 
 class HostsChanged(msgspec.Struct, frozen=True):

@@ -42,7 +42,7 @@ _XIDS = {
 _NVLINK = range(144, 151)
 """Xid events of NVLink, whose text says whether they are fatal."""
 _MILD = (63, 92, 94)
-"""Xid events after which a GPU can go on."""
+"""Xid events after which a GPU can continue."""
 
 
 def judge_hardware(
@@ -125,22 +125,26 @@ def _judge_gpu(gpu: Mapping[str, Any], before: Mapping[str, Any], others: int) -
 
 
 def _judge_xids(
-    xids: Iterable[tuple[str, int, str]],
-    before: Iterable[tuple[str, int, str]],
+    xids: Iterable[tuple[str, int, str, int]],
+    before: Iterable[tuple[str, int, str, int]],
     names: Mapping[str, str],
 ) -> Iterable[Fault]:
-    seen = Counter(
-        (bus, xid)
-        for bus, xid, text in xids
-        if xid in _XIDS and (xid not in _NVLINK or " Fatal " in text)
-    )
-    old = Counter((bus, xid) for bus, xid, _ in before)
-    for (bus, xid), times in seen.items():
+    old = _broken(before)
+    for (bus, xid), times in _broken(xids).items():
         name = names.get(_short(bus), f"GPU at {bus}")
         often = f" {times} times" if times > 1 else ""
         text = f"{name}: Xid {xid} ({_XIDS[xid]}){often} since the host started. {_RESET}"
         is_broken = xid not in _MILD and times > old[bus, xid]
         yield Fault(f"{name} Xid {xid}", text, times, is_broken=is_broken)
+
+
+def _broken(xids: Iterable[tuple[str, int, str, int]]) -> Counter[tuple[str, int]]:
+    """Return how often each Xid event that tells of a broken GPU came, by bus and number."""
+    found = Counter[tuple[str, int]]()
+    for bus, xid, text, times in xids:
+        if xid in _XIDS and (xid not in _NVLINK or " Fatal " in text):
+            found[bus, xid] += times
+    return found
 
 
 def _short(bus: str) -> str:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from hvd_elastic.control.commands import Outbox
 from hvd_elastic.control.config import MachineConfig
-from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import Fleet, Stage, Worker
 from hvd_elastic.control.ranks import SlotId, choose_slots, list_slots, target_size
 from hvd_elastic.formatting import count, hosts_named, plural
-from hvd_elastic.run_events import Waiting
+from hvd_elastic.run_events import HostSlots, Waiting
 
 _NOT_ASKED_FOR = 3  # above the highest cost of a slot, so that requested slots always come first
 
@@ -72,7 +71,7 @@ class Plan:
         slots, fleet, spares = self.offered(), self.fleet, self.config.spares
         config = self.config
         if config.plain and fleet.workers:
-            # It cannot go on elsewhere, and must not run twice.
+            # It cannot continue elsewhere, and must not run twice.
             self.desired = dict.fromkeys(worker.slot for worker in fleet.workers.values())
             fleet.stop_idle_agents([*self.desired])
             return
@@ -109,7 +108,7 @@ class Candidates:
         self._short_since: float | None = None
 
     def forget_waits(self) -> None:
-        """Let the next wait for more workers begin anew."""
+        """Let the next wait for more workers start again."""
         self._enough_since = self._short_since = None
 
     # -- who -------------------------------------------------------------------------------
@@ -300,6 +299,6 @@ class WaitingReport:
             return ""
         return (
             f"the {plural('name', len(names))} of {hosts_named(names)} cannot be looked up "
-            f"({count(tries, 'try')}), and the hostfile has no other host. Mend the hostfile, or "
+            f"({count(tries, 'try')}), and the hostfile has no other host. Fix the hostfile, or "
             "give the hosts a HostName in the ssh configuration"
         )

@@ -241,7 +241,7 @@ def _who_waits_where(seen: Mapping[str, Activity]) -> str:
         for (name, line, step), ranks in places.items()
     ]
     return (
-        f"the ranks wait for each other in different collectives, so none can go on: "
+        f"the ranks wait for each other in different collectives, so none can continue: "
         f"{'; '.join(where)}. All ranks have to call the same collectives in the same order, "
         "make the same steps and end training after the same one, which hvd.stop() sees to"
     )

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvd_elastic.control.commands import Member
-from hvd_elastic.control.events import HostSlots
 from hvd_elastic.formatting import count, plural
+from hvd_elastic.run_events import HostSlots
 
 SlotId = tuple[str, int]
 """A place for one worker: host name and index."""

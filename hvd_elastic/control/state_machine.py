@@ -45,14 +45,13 @@ from hvd_elastic.control.endings import (
     crashed,
     how_it_ended,
 )
-from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.plan import Candidates, Plan, WaitingReport
 from hvd_elastic.control.ranks import SlotId, assign_ranks, describe_change
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.run_events import Departure
 
-__all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
+__all__ = ["MachineConfig", "Phase", "RunMachine"]
 
 _LAST_HOPE = 5  # multiple of the timeout for silent members that alone hold the training state
 _MAX_PASSES = 100  # far above what is ever needed: the first pass without a command is the last
@@ -786,6 +785,6 @@ class RunMachine:
             if worker.leave_by is None:
                 continue
             if now >= worker.leave_by:
-                self._kill(worker, f"worker {worker.place} was told to leave and did not")
+                self._kill(worker, f"worker {worker.place} did not leave when asked to")
             else:
                 self._out.wake(worker.leave_by)

@@ -40,10 +40,10 @@ KEY = "__key__"
 
 
 class ShardDataset:
-    """A map-style data set over a folder of shards (tar in WebDataset's layout, or TFRecord).
+    """A map-style dataset over a folder of shards (tar in WebDataset's layout, or TFRecord).
 
     An example is a tuple of its fields, decoded, in the order of the index, and its label if the
-    data set has labels; a single one comes without a tuple. A slice is a list of examples. It works
+    dataset has labels; a single one comes without a tuple. A slice is a list of examples. It works
     with
     :class:`hvd_elastic.torch.DataLoader` and with PyTorch's own, with worker processes too.
 

@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # pragma: no cover  # reading tokens needs no Pillo
 Decoder = Callable[[bytes], Any]
 
 PIXELS = 2
-"""Raised when a decoder gives other pixels of the same bytes; a part of the order of a data set."""
+"""Raised when a decoder gives other pixels of the same bytes; a part of the order of a dataset."""
 _JPEG = b"\xff\xd8"  # the first bytes of such a file
 _APP1, _SCAN, _END = 0xE1, 0xDA, 0xD9  # markers of a JPEG
 _EXIF, _XMP = b"Exif\0\0", b"tiff:Orientation"

@@ -27,7 +27,7 @@ def file_size(path: Path) -> int:
     """Return the size of a file [bytes].
 
     Raises:
-        OSError: it is not there, or no file: who opens a named pipe may wait for ever.
+        OSError: it is not there, or no file: who opens a named pipe may wait forever.
     """
     found = path.stat()
     kind = stat.S_IFMT(found.st_mode)

@@ -89,7 +89,7 @@ class Index(msgspec.Struct, frozen=True):
     Attributes:
         layout: a name of ``LAYOUTS``.
         fields: of the examples, in the order in which they store them, such as ``("jpg", "cls")``.
-        shards: in the order of the data set.
+        shards: in the order of the dataset.
         classes: names by label; empty where examples have no class.
         made_from: settings of the preparation, for the reader's information.
         kinds: kinds of values that are no bytes, by field; see

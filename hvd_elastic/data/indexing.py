@@ -308,7 +308,7 @@ def _read_journal(path: Path, head: _Head) -> tuple[_Head, dict[str, _Entry]]:
 
 
 def _find_all(tasks: Sequence[Task], before: _Earlier, processes: int) -> list[Found]:
-    """Index the shards that have changed; note each, so that an interrupted call can go on."""
+    """Index the shards that have changed; note each, so that an interrupted call can continue."""
     found = {task.name: _unchanged(task, before.entries.get(task.name)) for task in tasks}
     written = before.written
     if written and any(

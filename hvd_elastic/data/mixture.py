@@ -1,4 +1,4 @@
-"""A data set that mixes others, each with a weight."""
+"""A dataset that mixes others, each with a weight."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _LARGEST_DENOMINATOR = 10**6
 
 
 class Mixture:
-    """A map-style data set that picks from several others in proportion to their weights.
+    """A map-style dataset that picks from several others in proportion to their weights.
 
-    Of the first n examples, a data set whose weight is the share w of all gives n w, give or take
-    fewer than there are data sets. Which example is picked follows from the index alone, so what a
+    Of the first n examples, a dataset whose weight is the share w of all gives n w, give or take
+    fewer than there are datasets. Which example is picked follows from the index alone, so what a
     run promises holds for the places of the mixture: each one exactly once an epoch, at any
-    sequence of world sizes. Each data set is read in passes of its own, which go on from one epoch
+    sequence of world sizes. Each dataset is read in passes of its own, which continue from an epoch
     of the mixture to the next: every pass takes each of its examples exactly once. A
     :class:`Stream` is read in its own order, and its passes are its epochs.
 
-    With ``shuffle``, the examples of each data set come in random order, so give the mixture to the
-    loader with ``shuffle=False``: shards are then read a few at a time. Which data set comes next
+    With ``shuffle``, the examples of each dataset come in random order, so give the mixture to the
+    loader with ``shuffle=False``: shards are then read a few at a time. Which dataset comes next
     is not random: they take turns by their weights, in a fixed pattern. A :class:`Stream`, and all
     with ``shuffle=False``, keep their order.
 
     Args:
-        parts: pairs of a map-style data set and its weight (> 0; they need not add up to 1).
-        length: examples of an epoch; None: as many as it takes to read every data set once.
+        parts: pairs of a map-style dataset and its weight (> 0; they need not add up to 1).
+        length: examples of an epoch; None: as many as it takes to read every dataset once.
         seed: of the order of the passes, >= 0, the same on all ranks.
         shuffle: whether the passes are in a random order that follows from ``seed``; False: 0, 1,
             2, ...
@@ -51,7 +51,7 @@ class Mixture:
     """
 
     endless = True
-    """An epoch goes on where the one before it ended; see :class:`DataOrder`."""
+    """An epoch continues where the one before it ended; see :class:`DataOrder`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Mixture:
                 f"Mixture: the weights {[weight for _, weight in parts]} differ too much; a "
                 f"weight must be at least 1/{_LARGEST_DENOMINATOR}"
             )
-        # Of the picks that the data sets before it leave, the share of each one.
+        # Of the picks that the datasets before it leave, the share of each one.
         self._shares = [weight / sum(weights[place:]) for place, weight in enumerate(weights)]
         self._length = self._whole() if length is None else length
         keys = [_order_key(dataset, shuffle) for dataset in self._datasets]
@@ -92,7 +92,7 @@ class Mixture:
         return self._datasets[number][example]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several examples, in this order; each data set is asked once."""
+        """Return several examples, in this order; each dataset is asked once."""
         counts = [self._count(index) for index in indices]
         found: list[Any] = [None] * len(counts)
         for number, dataset in enumerate(self._datasets):
@@ -112,7 +112,7 @@ class Mixture:
         self._orders = lru_cache(maxsize=2 * len(self._datasets))(self._order)
 
     def pick(self, index: int) -> tuple[int, int]:
-        """Return the number of the data set of an example, and its index there.
+        """Return the number of the dataset of an example, and its index there.
 
         Args:
             index: of the mixture, >= 0; from ``len()`` on those of later epochs.
@@ -122,7 +122,7 @@ class Mixture:
         return number, example
 
     def _examples(self, number: int, before: Sequence[int]) -> list[int]:
-        """Return the indices that a data set gives after so many; each pass is asked once."""
+        """Return the indices that a dataset gives after so many; each pass is asked once."""
         length = self._lengths[number]
         turns, places = np.divmod(np.array(before, np.int64), length)
         found = np.empty_like(places)
@@ -135,7 +135,7 @@ class Mixture:
         return indices
 
     def _count(self, index: int) -> tuple[int, int]:
-        """Return the data set that gives an example, and how many it has given before."""
+        """Return the dataset that gives an example, and how many it has given before."""
         index = example_number(index)
         if index < 0:
             raise IndexError(f"example {index} of a mixture, which has no last one")
@@ -148,7 +148,7 @@ class Mixture:
         raise AssertionError("the last data set takes all that the others leave")
 
     def _order(self, number: int, turn: int) -> Order:
-        """Return the order of a pass over a data set."""
+        """Return the order of a pass over a dataset."""
         dataset, length = self._datasets[number], self._lengths[number]
         seed = self._seed * len(self._datasets) + number
         blocks: Blocks | None = attribute_of(dataset, "blocks")
@@ -158,7 +158,7 @@ class Mixture:
         return epoch_order(seed, turn, length, shuffle=shuffle)
 
     def _whole(self) -> int:
-        """Return the number of examples after which every data set has been read once."""
+        """Return the number of examples after which every dataset has been read once."""
         low, high = 0, 1
         while not self._all_read(high):
             low, high = high, 2 * high
@@ -198,7 +198,7 @@ def _check(parts: Sequence[tuple[Any, float]], length: int | None, seed: int) ->
 
 
 def _order_key(dataset: Any, shuffle: bool) -> Any:
-    """Return what the examples of a data set depend on beside their index; None: nothing."""
+    """Return what the examples of a dataset depend on beside their index; None: nothing."""
     key, blocks = attribute_of(dataset, "order_key"), attribute_of(dataset, "blocks")
     if blocks is None or not shuffle:
         return key

@@ -98,7 +98,7 @@ class RemoteFolder:
     def receive(self, name: str, take: Callable[[Iterator[bytes]], Taken]) -> Taken:
         """Return what ``take`` makes of the pieces of a file.
 
-        ``take`` is called anew when the server is overloaded or the connection fails. It raises
+        ``take`` is called again when the server is overloaded or the connection fails. It raises
         ``IncompleteRead`` if the pieces are not what they should be.
 
         Raises:

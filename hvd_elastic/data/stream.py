@@ -1,4 +1,4 @@
-"""A data set over sources that can only be read one example after the other."""
+"""A dataset over sources that can only be read one example after the other."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ example with number ``start`` on."""
 
 
 class Stream:
-    """A map-style data set over streams: generators, ``IterableDataset`` s, files of lines.
+    """A map-style dataset over streams: generators, ``IterableDataset`` s, files of lines.
 
     The stream is divided into shares, and an epoch takes equally many examples of each. Progress in
-    it is one number, as for every data set, from which follows which examples of which share come
+    it is one number, as for every dataset, from which follows which examples of which share come
     next. So no state of a generator is saved or handed on: a rank that takes over a share opens it
     at that example.
 

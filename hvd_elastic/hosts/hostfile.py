@@ -155,6 +155,15 @@ class Hostfile:
         return len(self.hosts)
 
 
+def name_as_listed(name: str, names: Iterable[str]) -> str:
+    """Return the name of a host as a list has it, where case does not matter; else the name.
+
+    >>> name_as_listed("GPU1", ["gpu1", "gpu2"]), name_as_listed("GPU9", ["gpu1"])
+    ('gpu1', 'GPU9')
+    """
+    return next((each for each in names if each.lower() == name.lower()), name)
+
+
 class _PartError(Exception):
     """Part of a line that cannot be parsed; ``column`` is its position in the text, from 0."""
 

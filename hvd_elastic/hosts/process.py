@@ -235,7 +235,12 @@ class RemoteProcess:
 
     @property
     def last_line(self) -> str:
-        """The last line of stderr, usually the reason of a failure; "" if there is none."""
+        """The last line of stderr, usually the reason of a failure; "" if there is none.
+
+        Of a command that has ended it is waited for, since it may still be on its way.
+        """
+        if self._ends.wait(0.0) is not None:
+            self._pumps[1].join(STRAGGLER_S)
         lines = self._tail.decode("utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 

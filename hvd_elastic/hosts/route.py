@@ -138,7 +138,7 @@ def _explain(error: Exception, attempt: Attempt) -> SshError:
         )
     if isinstance(error, socket.gaierror):
         return HostUnknownError(
-            f"{where}: the name cannot be looked up ({error.strerror}). Mend the hostfile, or give "
+            f"{where}: the name cannot be looked up ({error.strerror}). Fix the hostfile, or give "
             "the host a HostName in the ssh configuration"
         )
     if isinstance(error, ConnectionRefusedError):
@@ -373,8 +373,8 @@ def _verify(route: Route, key: HostKey) -> None:
             f"host {name} ({route.known_name}): THE HOST KEY HAS CHANGED. It shows {shown}; "
             f"{known.path}, line {known.line} has {known.key.key_type} {known.key.fingerprint}. "
             "Somebody may be "
-            "listening in; nothing was sent to it. If the host was set up anew, remove the old key "
-            f"with: {known.removal(route.known_name)}  "
+            "listening in; nothing was sent to it. If the host was set up again, remove the old "
+            f"key with: {known.removal(route.known_name)}  "
             "and accept the new one with: hvd-elastic trust HOSTFILE"
         )
     raise HostKeyError(

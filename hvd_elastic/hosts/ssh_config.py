@@ -49,7 +49,7 @@ def load_ssh_config(config_path: Path | None, host: str | None = None) -> SSHCon
         return _parse(text if host is None else _narrow(text, host))
     except (ConfigParseError, ValueError) as error:
         raise SshError(
-            f"ssh configuration {where}: {error}. Mend the line, or give a configuration of its "
+            f"ssh configuration {where}: {error}. Fix the line, or give a configuration of its "
             "own with --ssh-config"
         ) from error
 

@@ -49,13 +49,12 @@ def receive_file(
             write(first)
         while marked and (chunk := process.stdout.read(_CHUNK_BYTES, _SILENCE_S)):
             write(chunk)
-        status = process.wait(_SILENCE_S)
+        if process.wait(_SILENCE_S) != 0:
+            raise _failed(connection, f"{remote} cannot be fetched", process.last_line)
     except TimeoutError as error:
         raise _failed(connection, f"{remote} cannot be fetched", "nothing came for 60 s") from error
     finally:
         process.close()
-    if status != 0:
-        raise _failed(connection, f"{remote} cannot be fetched", process.last_line)
 
 
 def send_file(connection: Connection, local: Path, remote: str) -> None:
@@ -74,15 +73,14 @@ def send_file(connection: Connection, local: Path, remote: str) -> None:
                 while chunk := file.read(_CHUNK_BYTES):
                     process.stdin.write(chunk)
             process.stdin.close()
-            status = process.wait(_SILENCE_S)
+            if process.wait(_SILENCE_S) != 0:
+                raise _failed(connection, f"{remote} cannot be written", process.last_line)
         except TimeoutError as error:
             raise _failed(
                 connection, f"{remote} cannot be written", "no answer for 60 s"
             ) from error
         finally:
             process.close()
-    if status != 0:
-        raise _failed(connection, f"{remote} cannot be written", process.last_line)
 
 
 def _failed(connection: Connection, what: str, why: str) -> SshError:

@@ -17,8 +17,13 @@ _LATE_LIMIT = 8
 """Late answers of a host, more than those in time, after which it is not used any more."""
 _SLOWER = 1.25
 """Multiple of the time of a step alone from which on hosts make it slower, noise apart."""
-_TRIAL_EVERY = 256
-"""Answers between two batches that the rank reads itself to see how long that takes."""
+_TRIALS = 3
+"""Batches that the rank reads itself to see how long that takes; a pause of the host, its link or
+this process falls into one of them at most."""
+_TRIAL_EVERY = 48
+"""Answers between two of them: the running mean has forgotten a pause of seconds by then."""
+_TRIALS_EVERY = 256
+"""Answers after a comparison until the next one begins."""
 WEIGHT = 0.1
 """Of the latest value in a running mean."""
 
@@ -42,6 +47,7 @@ class AnswerTimes:
         self._body_s = math.nan
         self._went_on_at = math.nan
         self._until_trial = _KEPT
+        self._trials: list[tuple[float, float]] = []
 
     @property
     def late_s(self) -> float:
@@ -84,10 +90,29 @@ class AnswerTimes:
         Args:
             hosts_s: time between two batches of all hosts together [s]; infinite: not known.
         """
-        if self._until_trial > 0 or not self.is_slower(hosts_s, self._cpu_s):
+        if self._until_trial > 0:
+            return False
+        if not self._trials and not self.is_slower(hosts_s, self._cpu_s):
             return False
         self._until_trial = _TRIAL_EVERY
         return True
+
+    def compare(self, hosts_s: float, alone_s: float) -> str:
+        """Note how long a trial took; after the last one, compare the rank with the input hosts.
+
+        Args:
+            hosts_s: time between two batches of all hosts together [s].
+            alone_s: time in which the rank has read a batch itself [s].
+
+        Returns:
+            Why training is slower with the hosts; empty: it is not, or more trials are needed.
+        """
+        self._trials.append((hosts_s, alone_s))
+        if len(self._trials) < _TRIALS:
+            return ""
+        hosts_s, alone_s = map(median, zip(*self._trials, strict=True))
+        self._trials, self._until_trial = [], _TRIALS_EVERY
+        return self._why_slower(hosts_s, alone_s) if self.is_slower(hosts_s, alone_s) else ""
 
     def is_slower(self, hosts_s: float, alone_s: float) -> bool:
         """Return whether training with input hosts is slower than alone.
@@ -100,8 +125,7 @@ class AnswerTimes:
         """
         return self._alone_step_s(alone_s) * _SLOWER <= hosts_s < math.inf
 
-    def why_slower(self, hosts_s: float, alone_s: float) -> str:
-        """Return :meth:`is_slower` in words."""
+    def _why_slower(self, hosts_s: float, alone_s: float) -> str:
         return (
             f"batches come every {1000 * hosts_s:.0f} ms over its link, and a step of a training "
             f"process that reads itself takes {1000 * self._alone_step_s(alone_s):.0f} ms"

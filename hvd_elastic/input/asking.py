@@ -41,7 +41,7 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True)
-class InputServer:
+class InputProcess:
     """A process of an input host that reads.
 
     Attributes:

@@ -92,7 +92,7 @@ class _Given:
 
 @dataclass
 class _Prefetch:
-    """Function of a data set that is told which blocks will be read.
+    """Function of a dataset that is told which blocks will be read.
 
     Attributes:
         told: (epoch, first position, position after the last) for which it was called.
@@ -103,9 +103,9 @@ class _Prefetch:
 
 
 class DataOrder:
-    """Order in which a data set is read, and this rank's share of each step.
+    """Order in which a dataset is read, and this rank's share of each step.
 
-    A data set may have these attributes beside its examples, as those of :mod:`hvd_elastic.data`
+    A dataset may have these attributes beside its examples, as those of :mod:`hvd_elastic.data`
     have:
 
     - ``blocks``: its blocks (files), by which it is shuffled.
@@ -129,7 +129,7 @@ class DataOrder:
             once.
 
     Raises:
-        ScriptError: the blocks do not have ``examples`` examples, or an ordered data set is to be
+        ScriptError: the blocks do not have ``examples`` examples, or an ordered dataset is to be
             shuffled.
     """
 
@@ -179,7 +179,7 @@ class DataOrder:
         self.digest = DataDigest(dataset, self._indices)
         self._hash = zlib.crc32(repr((determined_by, self.digest.fields)).encode()) or 1
         self._data: str = ""
-        """What this rank's data set was compared with."""
+        """What this rank's dataset was compared with."""
         # An epoch, and its order.
         self._order: tuple[int, Order] | None = None
         # (epoch, generation) in which this loader was last read to its end.
@@ -187,7 +187,7 @@ class DataOrder:
         self._largest: tuple[Any, int] = (None, 0)
 
     def register(self, context: Context) -> None:
-        """Register the data set and the planner with the context.
+        """Register the dataset and the planner with the context.
 
         Raises:
             ScriptError: the run is audited, and the script's own order has an example twice.
@@ -225,7 +225,7 @@ class DataOrder:
         Args:
             context: training process.
             read: reads the next pass.
-            enough: go on with further epochs until it returns true; None: end with this epoch.
+            enough: continue with further epochs until it returns true; None: end with this epoch.
         """
         worker, rollback, planner = context.worker, context.rollback, self.planner
         step, times = context.step, worker.input_times
@@ -362,7 +362,7 @@ class DataOrder:
             self._ended = (context.reading.epoch, context.worker.generation)
         if ahead is None:
             context.rollback.loop_ended(within_epoch=not whole)
-        else:  # the step goes on in the next epoch
+        else:  # the step continues in the next epoch
             ahead.next_epoch()
 
     def indices(self, place: Place, progress: Progress) -> Iterator[list[int]]:
@@ -394,7 +394,7 @@ class DataOrder:
         return [index % self.examples for index in indices]
 
     def prefetch(self, place: Place) -> None:
-        """Tell the data set which blocks will be read, if others than it was told last."""
+        """Tell the dataset which blocks will be read, if others than it was told last."""
         tell, (epoch, start, stop) = self._prefetch.tell, self._prefetch.told
         now = place.world[0]
         if tell is None or self.blocks is None:
@@ -451,7 +451,7 @@ class DataOrder:
         """Return the script's own order of an epoch.
 
         Raises:
-            ScriptError: it has another length than the first, or what is no index of the data set.
+            ScriptError: it has another length than the first, or what is no index of the dataset.
         """
         found = np.asarray(given(epoch))
         problem = ""
@@ -494,8 +494,8 @@ class DataOrder:
         last = context.data.last_reader
         if last is not None and last[0] == now and last[1] is not self and progress.position > 0:
             raise ScriptError(
-                f"two loaders are iterated in epoch {progress.epoch}, and progress is that of one; "
-                "make the training loader once, and read other data (evaluation) with "
+                f"two loaders are iterated in epoch {progress.epoch}, and progress counts one "
+                "only; make the training loader once, and read other data (evaluation) with "
                 f"{other}"
             )
         context.data.last_reader = (now, self)
@@ -516,7 +516,7 @@ class DataOrder:
             )
 
     def _compare(self, worker: Worker) -> None:
-        """Compare the data set with that of the rank whose progress this one has received.
+        """Compare the dataset with that of the rank whose progress this one has received.
 
         Raises:
             ScriptError: they differ; names what differs.
@@ -534,7 +534,7 @@ class DataOrder:
             )
 
     def _warn_of_endless_step(self, context: Context) -> None:
-        """Warn if a step of several batches goes on after a whole pass over the data."""
+        """Warn if a step of several batches continues after a whole pass over the data."""
         worker, ahead = context.worker, context.step.ahead
         if ahead is None or context.step.is_period:
             return
@@ -545,8 +545,8 @@ class DataOrder:
                 f"backward passes in `with optimizer.no_sync():`, which have read {read} examples, "
                 f"and the data set has {self.examples}: it ends with the first optimizer.step() "
                 "after a backward pass outside of that block, and until then nothing is learnt, "
-                "and neither hvd.steps() nor a checkpoint goes on. Leave no_sync() out around the "
-                "last pass of each step",
+                "and neither hvd.steps() nor a checkpoint continues. Leave no_sync() out around "
+                "the last pass of each step",
                 of="a step of more than a pass over the data",
             )
 

@@ -18,12 +18,12 @@ from hvd_elastic.worker.input_source import Buffers, Source
 
 
 class IndexedSource(Source):
-    """Makes batches of a data set: the part of a :class:`Source` that all frontends share.
+    """Makes batches of a dataset: the part of a :class:`Source` that all frontends share.
 
     Args:
-        dataset: data set with ``__getitem__``. If it has ``__getitems__`` too, that one is called
+        dataset: dataset with ``__getitem__``. If it has ``__getitems__`` too, that one is called
             for a whole batch, which is then seeded once.
-        collate: makes a batch of what the data set returns.
+        collate: makes a batch of what the dataset returns.
         seed: seed of the data order, which the random numbers of each example are seeded by.
 
     Attributes:
@@ -72,7 +72,7 @@ class IndexedSource(Source):
 
 
 class Arrays:
-    """Arrays with a common first dimension, as a data set.
+    """Arrays with a common first dimension, as a dataset.
 
     Args:
         arrays: an array, or a tuple or dict of them.

@@ -39,7 +39,7 @@ class _Frame(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
 
 
 class Offer(_Frame, tag="offer"):
-    """First message of a process that reads: its version, and what its data set is.
+    """First message of a process that reads: its version, and what its dataset is.
 
     ``fields``: see :class:`~hvd_elastic.worker.checks.data_digest.DataDigest`.
     """
@@ -81,7 +81,7 @@ class Batch(_Frame, tag="batch"):
 
 
 class Failed(_Frame, tag="failed"):
-    """The data set, transform or collate function has raised an exception."""
+    """The dataset, transform or collate function has raised an exception."""
 
     number: int
     error: str

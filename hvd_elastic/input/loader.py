@@ -11,7 +11,7 @@ from hvd_elastic.worker.context import Context
 
 
 class OrderedLoader:
-    """A data set in its order, registered with the training once.
+    """A dataset in its order, registered with the training once.
 
     Args:
         order: order of the examples.

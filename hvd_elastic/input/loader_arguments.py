@@ -26,12 +26,12 @@ def order_for(
     order: Any = None,
     **adapting: Any,
 ) -> DataOrder:
-    """Return the order in which a loader's data set is read, with the planner of its steps.
+    """Return the order in which a loader's dataset is read, with the planner of its steps.
 
     Args:
         loader: name of the loader, for messages.
         batch_size: examples of a step over all ranks, at first.
-        examples: number of examples in the data set, >= 1.
+        examples: number of examples in the dataset, >= 1.
         new_event: creates an event on the training device.
         order: the script's own order, as of :class:`DataOrder`; None: there is none.
         adapting: the other arguments of the loader: ``max_batch_size``,
@@ -127,7 +127,7 @@ def _planner_for(
 
 
 def examples_of(data: Any, is_stream: bool, instead: str) -> int:
-    """Return the number of examples of a data set that is read by index.
+    """Return the number of examples of a dataset that is read by index.
 
     Args:
         is_stream: whether the framework knows it as one that cannot be read by index.

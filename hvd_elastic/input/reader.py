@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hvd_elastic.input.answer_times import LATE_AT_LEAST_S, LATE_FACTOR, AnswerTimes
-from hvd_elastic.input.asking import DEPTH, AskingThread, InputServer, OwnProcess, Peer
+from hvd_elastic.input.asking import DEPTH, AskingThread, InputProcess, OwnProcess, Peer
 from hvd_elastic.input.compression import expand, size_of
 from hvd_elastic.input.link import Batch
 from hvd_elastic.input.requests import Request, Requests
@@ -40,8 +40,8 @@ class InputReader:
         self._processes = processes
         self._warn = warn
         self._change = threading.Condition()
-        """Held for all that follows; notified when a thread or the rank may go on."""
-        self._threads: dict[InputServer | int, AskingThread] = {}
+        """Held for all that follows; notified when a thread or the rank may continue."""
+        self._threads: dict[InputProcess | int, AskingThread] = {}
         self._locals: list[LocalReader] = []
         self._requests = Requests()
         self._times = AnswerTimes()
@@ -54,7 +54,7 @@ class InputReader:
 
     # -- the rank ----------------------------------------------------------------------------
 
-    def use(self, servers: Sequence[InputServer]) -> None:
+    def use(self, servers: Sequence[InputProcess]) -> None:
         """Read from these processes of input hosts, and no others, beside the rank's own."""
         with self._change:
             self._refused &= {server.host for server in servers}  # one that comes back is tried
@@ -87,7 +87,7 @@ class InputReader:
 
         Raises:
             StopIteration: the epoch is over.
-            Exception: what the script's data set raised, also in this process.
+            Exception: what the script's dataset raised, also in this process.
         """
         with self._change:
             self._times.rank_asks(time.perf_counter())
@@ -126,7 +126,7 @@ class InputReader:
         with self._change:
             failed = self._requests.was_read_here()
             if request.is_trial:
-                self._judge(alone_s)
+                self._compare(alone_s)
             self._change.notify_all()
         if failed is not None:
             self._cannot_read(failed[0].host, failed[1])
@@ -154,12 +154,11 @@ class InputReader:
         rate = sum(1 / max(thread.batch_s, 1e-6) for thread in connected)
         return 1 / rate if rate > 0 else math.inf
 
-    def _judge(self, alone_s: float) -> None:
+    def _compare(self, alone_s: float) -> None:
         """Stop using the input hosts if all together are slower than the rank alone."""
-        hosts_s = self._hosts_batch_s
-        if self._times.is_slower(hosts_s, alone_s):
+        if why := self._times.compare(self._hosts_batch_s, alone_s):
             for host in {thread.host for thread in self._threads.values()}:
-                self.no_use(host, self._times.why_slower(hosts_s, alone_s))
+                self.no_use(host, why)
 
     def _cannot_read(self, host: str, error: str) -> None:
         if host:
@@ -186,7 +185,7 @@ class InputReader:
             self.no_use(
                 host,
                 f"most of its answers take longer than {late_s:.1f} s, which is {LATE_FACTOR:g} "
-                "times as long as those of others: its link or its cores are too slow",
+                "times as long as other answers: its link or its cores are too slow",
             )
 
     def no_use(self, host: str, why: str) -> None:
@@ -200,12 +199,12 @@ class InputReader:
 
     # -- the threads -------------------------------------------------------------------------
 
-    def _start(self, key: InputServer | int, peer: Peer) -> None:
+    def _start(self, key: InputProcess | int, peer: Peer) -> None:
         thread = AskingThread(self, peer)
         self._threads[key] = thread
         threading.Thread(target=thread.run, name="hvd_elastic-input", daemon=True).start()
 
-    def _stop(self, keys: Iterable[InputServer | int]) -> None:
+    def _stop(self, keys: Iterable[InputProcess | int]) -> None:
         for key in [*keys]:
             self._threads.pop(key).stop()
         self._change.notify_all()

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hvd_elastic.input.asking import InputServer
+from hvd_elastic.input.asking import InputProcess
 from hvd_elastic.input.data_order import Place
 from hvd_elastic.input.reader import InputReader
 from hvd_elastic.wire import messages as msg
@@ -121,12 +121,12 @@ class SharedReading:
             reader.close()
 
 
-def _servers(told: msg.UseInput | None) -> list[InputServer]:
+def _servers(told: msg.UseInput | None) -> list[InputProcess]:
     """Return the processes of input hosts that the leader has told of."""
     if told is None:
         return []
     return [
-        InputServer(server.host, server.address, port, told.certificate)
+        InputProcess(server.host, server.address, port, told.certificate)
         for server in told.servers
         for port in server.ports
     ]

@@ -1,6 +1,6 @@
 """Examples that cannot be decoded, and are left out of their batches: ``on_error="skip"``.
 
-A data set raises :class:`SkippedExampleError` for such an example. It may be read in any process,
+A dataset raises :class:`SkippedExampleError` for such an example. It may be read in any process,
 so what was skipped comes to the rank with its batch.
 """
 

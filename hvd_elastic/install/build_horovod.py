@@ -383,7 +383,7 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
                 install_wheel(wheel, inputs, log)
             except BuildError as error:
                 # the machine has changed since then, or the file is damaged
-                print(f"The kept wheel is of no use and is built anew: {error}", flush=True)
+                print(f"The kept wheel cannot be used and is built again: {error}", flush=True)
                 wheel.unlink()
                 wheel = None
         if wheel is None:

@@ -33,8 +33,8 @@ _NO_NETWORK = (
 )
 _CAUSES = {
     "No space left on device|Disk quota exceeded": (
-        "the disk is full; free some, or name another folder in TMPDIR (where Horovod is built) or "
-        "XDG_CACHE_HOME (where pip and we keep files)"
+        "the disk is full, of the environment, of TMPDIR (where Horovod is built) or of "
+        "XDG_CACHE_HOME (where pip and we keep files); free some, or name another folder"
     ),
     "Killed signal terminated program|[Cc]annot allocate memory|out of memory": (
         "there is too little memory; fewer compilers at once need less: "
@@ -59,7 +59,7 @@ def make_percentage(line: str) -> int | None:
     return None if found is None else min(int(found.group(1)), 100)
 
 
-class Progress:
+class ProgressLine:
     """Shows ``label … 42 % 1:23``; rewrites the line on a terminal, else repeats it rarely.
 
     Args:
@@ -131,12 +131,12 @@ def run_quietly(
         BuildError: it could not be started, or its exit status is not 0; the message has the
             relevant lines and the path of the log.
     """
-    progress = Progress(label)
+    progress = ProgressLine(label)
     log.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     network_told = False
-    with log.open("a", encoding="utf-8") as file, _terminated_as_exception():
-        file.write(f"$ {' '.join(command)}\n")
+    with _appending(log) as append, _terminated_as_exception():
+        append(f"$ {' '.join(command)}")
         try:
             process = subprocess.Popen(
                 command,
@@ -151,7 +151,7 @@ def run_quietly(
         try:
             for line in _lines_or_ticks(process, progress.update):
                 lines.append(line)
-                file.write(f"{line}\n")
+                append(line)
                 if not network_told and re.search(_NO_NETWORK, line):
                     network_told = True  # pip tries again for a minute or more
                     progress.note("the network does not answer; trying again …")
@@ -217,6 +217,25 @@ def _lines_or_ticks(process: subprocess.Popen[bytes], tick: Callable[[], None]) 
             yield line.decode("utf-8", errors="replace").rstrip("\r")
     if rest:
         yield rest.decode("utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def _appending(log: Path) -> Iterator[Callable[[str], None]]:
+    """A function that appends a line; lines for which the disk has no space are lost.
+
+    The program itself fails then, and its error says more than one of the log.
+    """
+
+    def append(line: str) -> None:
+        with contextlib.suppress(OSError):
+            file.write(f"{line}\n")
+
+    file = log.open("a", buffering=1, encoding="utf-8")
+    try:
+        yield append
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 @contextlib.contextmanager

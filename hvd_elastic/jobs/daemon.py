@@ -21,10 +21,11 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count, one_line
 from hvd_elastic.jobs.admission import within_limits
 from hvd_elastic.jobs.gpus import HostGpus
-from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
-from hvd_elastic.jobs.hosts import ClusterHosts, Use
+from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Use, barred_words
 from hvd_elastic.jobs.job import (
+    Cancelled,
     Down,
     Job,
     JobKind,
@@ -34,7 +35,7 @@ from hvd_elastic.jobs.job import (
 from hvd_elastic.jobs.keeper import BeginLeader
 from hvd_elastic.jobs.limits import LimitsFile
 from hvd_elastic.jobs.notify import ClusterRecord
-from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
+from hvd_elastic.jobs.operator_state import OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, eta_moved
@@ -91,8 +92,7 @@ class Daemon:
         policy: decides which job has how many slots.
         operators: ids of users who may change the jobs of others.
         notify: shell command that is told of events; empty: none.
-        drains: faults of its hardware that drain a host: ``failed``, ``warning`` (those that tell
-            that it may break as well), or none if empty.
+        drains: faults of its hardware that drain a host; see :class:`HardwareHealth`.
         notify_held_s: how long a job is held until that is an event [s]; None: as the job says.
 
     Raises:
@@ -114,15 +114,13 @@ class Daemon:
         notify_held_s: float | None = None,
     ) -> None:
         self._policy = policy
-        self._drains = drains
-        self._kept_unhealthy = ("", 0.0)
-        """The last host, with the time of its faults, if they are a reason to drain it."""
         self._record = record = ClusterRecord(place, notify)
         self._hosts = ClusterHosts(hostfile, record.warn)
         self._operator_state = OperatorState(place.operator_state)
         self._store = JobStore.create(place.database)
         self._queue = JobQueue(self._store, record.emit, self._tell_user, notify_held_s)
         self._health = HostHealth(hostfile, ssh_config)
+        self._hardware = HardwareHealth(drains, self._operator_state, record)
         self._gpus = HostGpus(hostfile, ssh_config)
         self._limits = LimitsFile(place.limits, record.warn)
         self._shares = ClusterShares(place.shares, record.warn)
@@ -130,8 +128,8 @@ class Daemon:
             place,
             operators,
             (self._queue, self._store),
-            (self._hosts, self._health, self._operator_state, self._gpus),
-            record.emit,
+            (self._hosts, self._health, self._hardware, self._operator_state, self._gpus),
+            record,
             host_rows=self._host_rows,
             limit_rows=self._limit_rows,
             has_keeper=self._has_keeper,
@@ -152,6 +150,7 @@ class Daemon:
         """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
         self._decide_at = 0.0
+        self._barred = BarredHosts((), (), 0.0)
         self._silent: dict[str, str] = {}
         """Hosts that nobody hears from, and that are not known to be lost, with the cause."""
 
@@ -221,6 +220,7 @@ class Daemon:
         if self._hosts.changed():
             self._record.hosts(self._hosts.listed)
             self._health.forget_others(self._hosts.listed)
+            self._hardware.forget_others(self._hosts.listed)
             self._gpus.ask_again(self._gpus.known.keys() - self._hosts.listed.keys())
             self._queue.changed = True
         self._record.work()
@@ -235,7 +235,7 @@ class Daemon:
             self._look_at_run(job)
         self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
-        self._drain_unhealthy_hosts(now)
+        self._queue.changed |= self._hardware.drain(self._hosts.listed, self._health.lost, now)
         for host in self._record.lost(self._health.lost, self._hosts.listed):
             self._queue.tell_lost(host, self._health.lost[host])
         if self._queue.changed or now >= self._decide_at:
@@ -320,41 +320,11 @@ class Daemon:
                 self._queue.changed = True
 
     def _note_faults(self, job: Job, progress: RunProgress) -> None:
-        """Tell of the faults of hosts of which a run has told."""
+        """Note the faults of hosts of which a run has told."""
         for told in progress.hosts.take_faults():
             is_foreign = job.request.user is not None and told.host not in job.held
-            if is_foreign or told.host not in self._hosts.listed:
-                continue
-            if self._health.faults_told(told):
-                texts = [fault.text for fault in self._health.faults[told.host].faults]
-                self._record.emit("host_unhealthy", {"host": told.host, "faults": texts})
-
-    def _drain_unhealthy_hosts(self, now: float) -> None:
-        """Drain hosts whose hardware has faults, if that is asked for, but not the last one."""
-        state = self._operator_state
-        for host, told in self._health.faults.items() if self._drains else ():
-            if host in state.closed:
-                continue
-            faults = [
-                fault
-                for fault in state.new_faults(host, told.faults, told.t)
-                if fault.is_broken or self._drains == "warning"
-            ]
-            if not faults:
-                continue
-            if self._hosts.listed.keys() <= {host, *state.closed, *self._health.lost}:
-                if self._kept_unhealthy != (host, told.t):
-                    self._kept_unhealthy = host, told.t
-                    text = f"host {host} is not drained, since it is the last: {faults[0].text}"
-                    self._record.warn(text)
-                continue
-            known = {fault.what: fault.number for fault in told.faults}
-            reason = "; ".join(fault.text for fault in faults)
-            drained = Drained(reason, HEALTH, now, known)
-            state.drain(host, drained)
-            fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
-            self._record.emit("host_drained", {"host": host, **fields})
-            self._queue.changed |= state.changed(now)
+            if told.host in self._hosts.listed and not is_foreign:
+                self._hardware.note_faults(told)
 
     def _suspect_silent_hosts(self, now: float) -> None:
         """Have the hosts tried that a run does not hear from, while other runs hear from theirs.
@@ -414,7 +384,11 @@ class Daemon:
                 self._health.host_works(host, _python(job))
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
-            ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
+            cancelled = job.request.cancelled or Cancelled("its user")
+            state, also = cancelled.cause.status, ""
+            if status != "stopped":
+                state, also = JobStatus.CANCELLED, f"; it ended with: {message}"
+            ended = self._queue.ended(job, state, f"{cancelled}{also}")
         elif job.stop is StopReason.TIME_LIMIT:
             also = "" if status == "stopped" else f"; it ended with: {message}"
             ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
@@ -493,6 +467,7 @@ class Daemon:
         if any(wish.asks_gpus(self._hosts.listed) for wish in wishes):
             self._gpus.ask(self._hosts.listed.keys() - self._health.lost.keys())
         jobs = [*(job for job in running if not self._is_bound(job)), *ready]
+        self._bar_hosts([*running, *ready], now)
         hosts_of = {wish: self._allowed(wish) for wish in wishes}
         candidates = [self._candidate(job, hosts_of[job.request.wish]) for job in jobs]
         bound = [use for use in self._uses() if self._is_bound(use.job)]
@@ -506,6 +481,10 @@ class Daemon:
             shares = self._shares.weigh(limits, self._queue.active.values())
         allowed, held = within_limits(candidates, [use.job for use in bound], limits, shares)
         plan = plan_slots(allowed, usable, now, self._policy, shares)
+        for job in jobs:
+            if job.number in plan.reasons and (barred := sorted(self._barred.of(job))):
+                told = [barred_words(host, job.request.user) for host in barred]
+                plan.reasons[job.number] = "; ".join([plan.reasons[job.number], *told])
         preempts = self._adopt(
             plan, [each.job for each in candidates if each.job.number not in held]
         )
@@ -513,13 +492,28 @@ class Daemon:
         if preempts:  # these have slots until they end, which count in the limits of their users
             self._decide(now)
 
+    def _bar_hosts(self, jobs: Collection[Job], now: float) -> None:
+        """Find the hosts on which jobs can start nothing; warn of those that are new."""
+        known = self._barred.causes
+        begun = ((job, self._runs.progress(job).hosts) for job in jobs if job.attempts)
+        self._barred = BarredHosts(begun, self._hosts.listed.keys() - self._health.lost.keys(), now)
+        new: dict[int | None, list[str]] = {}
+        for (user, host), cause in self._barred.causes.items():
+            if (user, host) not in known:
+                told = barred_words(host, user, one_line(cause, 300))
+                new.setdefault(user, []).append(told)
+        for user, texts in new.items():
+            self._runs.warn_of(user, "; ".join(texts))
+
     def _candidate(self, job: Job, allowed: frozenset[str] | None) -> Candidate:
+        if barred := self._barred.of(job):
+            allowed = frozenset(self._hosts.listed if allowed is None else allowed) - barred
         if not job.attempts:
             return Candidate(job, hosts=allowed)
-        if allowed is not None and job.request.kind is JobKind.PLAIN:
-            allowed = allowed.union(job.held)  # where it cannot leave
         progress = self._runs.progress(job)
         occupied = self._runs.occupied(job)
+        if allowed is not None and job.request.kind is JobKind.PLAIN:
+            allowed |= {host for host in job.held if host in occupied or host not in barred}
         return Candidate(job, progress.measured, occupied, progress.hosts.unheard, allowed)
 
     def _allowed(self, wish: HostWish) -> frozenset[str] | None:
@@ -591,8 +585,9 @@ class Daemon:
 
     def _host_rows(self) -> list[dict[str, Any]]:
         drained = self._operator_state.drained
-        health = self._health
-        return self._hosts.rows(self._uses(), health.lost, self._silent, drained, health.faults)
+        causes = self._barred.causes
+        told = (self._health.lost, self._silent, drained, self._hardware.faults, causes)
+        return self._hosts.rows(self._uses(), *told)
 
     def _limit_rows(self) -> dict[str, Any]:
         return self._shares.rows(self._limits.limits, self._queue.active.values())

@@ -1,5 +1,7 @@
 """Finds the hosts of a cluster that can be used: runs report lost ones, which are tried again.
 
+They report faults of the hardware as well, for which hosts can be drained.
+
 A run that can start no agent on a host may be at fault itself, if its interpreter was named
 wrongly. So hosts are tried with interpreters that should have this package: the daemon's, and those
 of runs.
@@ -11,7 +13,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +21,11 @@ from msgspec.structs import replace
 
 from hvd_elastic import __version__
 from hvd_elastic.control.backoff import HOST_PAUSES_S, Retry, backoff
-from hvd_elastic.formatting import one_line
+from hvd_elastic.formatting import count, one_line
 from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 from hvd_elastic.jobs.asked_hosts import AskedHosts
+from hvd_elastic.jobs.notify import ClusterRecord
+from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
 from hvd_elastic.run_events import Fault, HostFaults
 
 _LOST_AGAIN_S = (10.0, 30.0, 60.0, 120.0)
@@ -30,6 +34,8 @@ _MOST_FAULTS = 20
 """Faults of a host that are kept; the events may be those of a user who means no good."""
 _MOST_TIMES = 1 << 40
 """How often a fault is seen at most, as far as is kept."""
+_MOST_REASONS = 3
+"""Faults that are named as the reason of a drain."""
 _IMPORT = (
     f"{FROM_NO_WORKING_FOLDER}import hvd_elastic, hvd_elastic.agent.agent; "
     f"sys.exit((*sys.version_info[:2], hvd_elastic.__version__) != "
@@ -61,8 +67,6 @@ class HostHealth:
         self._hostfile = hostfile
         self._ssh_config = ssh_config
         self._lost: dict[str, _Lost] = {}
-        self.faults: dict[str, HostFaults] = {}
-        """Faults of the hardware of hosts, as their runs have told last."""
         self._returns: Counter[str] = Counter()
         self._working_python = sys.executable
         """Interpreter with which a job has trained last."""
@@ -94,29 +98,9 @@ class HostHealth:
         lost = self._lost[host] = _Lost(cause, python, is_suspicion)
         lost.retry.at = now + backoff(_LOST_AGAIN_S, 0 if is_suspicion else self._returns[host])
 
-    def faults_told(self, told: HostFaults) -> bool:
-        """Note the faults of a host of which a run has told; return whether there are others."""
-        clean = [
-            Fault(
-                one_line(fault.what, 60),
-                one_line(fault.text),
-                min(max(fault.number, 1), _MOST_TIMES),
-                is_broken=fault.is_broken,
-            )
-            for fault in told.faults[:_MOST_FAULTS]
-        ]
-        told = replace(told, t=min(told.t, time.time()), faults=clean)
-        before = self.faults.get(told.host)
-        if before is not None and before.t > told.t:
-            return False
-        self.faults[told.host] = told
-        known = set() if before is None else set(map(_rough, before.faults))
-        return known != set(map(_rough, clean))
-
     def forget_others(self, hosts: Container[str]) -> None:
         """Forget hosts that the hostfile has no more: a try of them would fail that of others."""
         self._lost = {host: lost for host, lost in self._lost.items() if host in hosts}
-        self.faults = {host: told for host, told in self.faults.items() if host in hosts}
 
     def is_judged(self, host: str) -> bool:
         """Return whether it is known if a host that was suspected is at fault."""
@@ -163,6 +147,89 @@ class HostHealth:
         pythons = dict.fromkeys([self._working_python, sys.executable, *named])
         tried = " || ".join(shlex.join([python, "-c", _IMPORT]) for python in pythons)
         self._trial = AskedHosts(self._hostfile, self._ssh_config, hosts, tried)
+
+
+class HardwareHealth:
+    """The faults of the hardware of hosts; drains hosts that have some, if that is asked for.
+
+    Args:
+        drains: faults for which a host is drained: ``failed``, ``warning`` (those that tell that it
+            may break as well), or none if empty.
+        state: what operators have set.
+        record: records what happens.
+
+    Attributes:
+        faults: faults of hosts, as their runs have told last.
+    """
+
+    def __init__(self, drains: str, state: OperatorState, record: ClusterRecord) -> None:
+        self._drains, self._state, self._record = drains, state, record
+        self.faults: dict[str, HostFaults] = {}
+        self._kept = ("", 0.0)
+        """The last host, with the time of its faults, if they are a reason to drain it."""
+
+    def note_faults(self, told: HostFaults) -> None:
+        """Note the faults of a host of which a run has told, and record it if there are others."""
+        clean = [
+            Fault(
+                one_line(fault.what, 60),
+                one_line(fault.text),
+                min(max(fault.number, 1), _MOST_TIMES),
+                is_broken=fault.is_broken,
+            )
+            for fault in told.faults[:_MOST_FAULTS]
+        ]
+        told = replace(told, t=min(told.t, time.time()), faults=clean)
+        before = self.faults.get(told.host)
+        if before is not None and before.t > told.t:
+            return
+        self.faults[told.host] = told
+        known = set() if before is None else set(map(_rough, before.faults))
+        if known != set(map(_rough, clean)):
+            texts = [fault.text for fault in clean]
+            self._record.emit("host_unhealthy", {"host": told.host, "faults": texts})
+
+    def forget_others(self, hosts: Container[str]) -> None:
+        """Forget the faults of hosts that the hostfile has no more."""
+        self.faults = {host: told for host, told in self.faults.items() if host in hosts}
+
+    def drain(self, listed: Collection[str], lost: Collection[str], now: float) -> bool:
+        """Drain hosts with faults, but not the last one; return whether some were drained.
+
+        Args:
+            listed: hosts of the hostfile.
+            lost: those that are lost.
+            now: time [Unix s].
+
+        Raises:
+            RunError: it cannot be kept.
+        """
+        state, some = self._state, False
+        for host, told in self.faults.items() if self._drains else ():
+            if host in state.closed:
+                continue
+            faults = [
+                fault
+                for fault in state.new_faults(host, told.faults, told.t)
+                if fault.is_broken or self._drains == "warning"
+            ]
+            if not faults:
+                continue
+            if {*listed} <= {host, *state.closed, *lost}:
+                if self._kept != (host, told.t):
+                    self._kept = host, told.t
+                    text = f"host {host} is not drained, since it is the last: {faults[0].text}"
+                    self._record.warn(text)
+                continue
+            reason = "; ".join(fault.text for fault in faults[:_MOST_REASONS])
+            more = len(faults) - _MOST_REASONS
+            reason += f"; and {count(more, 'other fault')}" if more > 0 else ""
+            known = {fault.what: fault.number for fault in told.faults}
+            drained = Drained(reason, HEALTH, now, known)
+            state.drain(host, drained, now)
+            self._record.drained(host, drained)
+            some |= state.changed(now)
+        return some
 
 
 def _rough(fault: Fault) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
 from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.progress import RunHosts, RunProgress
 from hvd_elastic.jobs.rights import user_name
 from hvd_elastic.jobs.slot_plan import Slots
 from hvd_elastic.jobs.store import JobStore
@@ -104,6 +104,7 @@ class ClusterHosts:
         silent: Mapping[str, str] | None = None,
         drained: Mapping[str, Drained] | None = None,
         faults: Mapping[str, HostFaults] | None = None,
+        barred: Collection[tuple[int | None, str]] = (),
     ) -> list[dict[str, Any]]:
         """Return what there is to say of each host that has slots or is used.
 
@@ -112,6 +113,7 @@ class ClusterHosts:
             silent: hosts of which it is not known whether they are lost, with the cause.
             drained: hosts that are drained or will be.
             faults: faults of the hardware of hosts.
+            barred: users, and hosts on which their jobs can start nothing.
         """
         drained, now = drained or {}, time.time()
         away = {host: ("silent", cause) for host, cause in (silent or {}).items()}
@@ -127,9 +129,9 @@ class ClusterHosts:
             words = [] if row["cause"] is None else [row["cause"]]
             if row["faults"] and (why is None or why.by != HEALTH):  # else they are the reason
                 words.append(f"unhealthy: {'; '.join(row['faults'])}")
+            words += [barred_words(name, user) for user, host in barred if host == name]
             if why is not None:
-                begins = "drained" if why.at <= now else "will be drained"
-                words.insert(0, f"{begins}: {why.words(now)}")
+                words.insert(0, why.words(now))
                 if why.at <= now:
                     used = row["jobs"] or row["occupied"]
                     row |= {"free": 0, "state": "leaving" if used else "drained"}
@@ -161,6 +163,47 @@ class ClusterHosts:
             },
             "cause": cause,
         }
+
+
+class BarredHosts:
+    """Hosts on which runs of a user can start nothing, for lack of a key for example.
+
+    What one job finds holds for all jobs of the user, unless one of them has processes there.
+
+    Args:
+        jobs: jobs that have begun, and the hosts of their runs.
+        usable: hosts that others can use.
+        now: present time [Unix s].
+
+    Attributes:
+        causes: why runs of a user, by id, can start nothing on a host.
+    """
+
+    def __init__(
+        self, jobs: Iterable[tuple[Job, RunHosts]], usable: Collection[str], now: float
+    ) -> None:
+        self._of_job: dict[int, Collection[str]] = {}
+        found: dict[tuple[int | None, str], str] = {}
+        used = set()
+        for job, hosts in jobs:
+            user = job.request.user
+            used |= {(user, host) for host in hosts.used}
+            if barred := {h: why for h, why in hosts.barred(now).items() if h in usable}:
+                self._of_job[job.number] = barred.keys()
+                found |= {(user, host): cause for host, cause in barred.items()}
+        self.causes = {whose: found[whose] for whose in found if whose not in used}
+
+    def of(self, job: Job) -> frozenset[str]:
+        """Return the hosts of which a job gets no slots."""
+        theirs = (host for user, host in self.causes if user == job.request.user)
+        return frozenset({*theirs, *self._of_job.get(job.number, ())})
+
+
+def barred_words(host: str, user: int | None, why: str = "") -> str:
+    """Return that jobs of a user can start nothing on a host, and why or how to find out."""
+    name = user_name(user)
+    why = why or f"{name} sees why with: checkclust"
+    return f"host {host} starts nothing of user {name} ({why})"
 
 
 def rows_without_daemon(place: ClusterFolder) -> list[dict[str, Any]]:

@@ -39,6 +39,35 @@ class JobKind(str, enum.Enum):
     PLAIN = "plain"
 
 
+class CancelCause(str, enum.Enum):
+    """Why a job is cancelled, as words before whoever does it.
+
+    Of a search: TRAINED: the trial is done, so its job succeeds. AT_RUNG: others went on from its
+    rung. STUDY: the study ended before it.
+    """
+
+    USER = "cancelled by"
+    TRAINED = "trained to the last rung of"
+    AT_RUNG = "stopped at a rung by"
+    STUDY = "ended with its study by"
+
+    @property
+    def status(self) -> JobStatus:
+        """The state in which it leaves the job."""
+        return JobStatus.SUCCEEDED if self is CancelCause.TRAINED else JobStatus.CANCELLED
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Who has cancelled a job, and why."""
+
+    by: str
+    cause: CancelCause = CancelCause.USER
+
+    def __str__(self) -> str:
+        return f"{self.cause.value} {self.by}"
+
+
 class StopReason(str, enum.Enum):
     """Why the daemon ends the run of a job."""
 
@@ -95,6 +124,7 @@ class JobRequest:
         notify_held_s: how long it is held until that is told [s]; None: it is not.
         held_at: since when it is held [Unix s]; None: since it was submitted.
         private: whether other users, and a daemon of another user, are told no command.
+        cancelled: who has cancelled it, and why; None: nobody.
         token: if not empty, a second request of its user with this name and token adds no job.
     """
 
@@ -119,6 +149,7 @@ class JobRequest:
     notify_held_s: float | None = None
     held_at: float | None = None
     private: bool = False
+    cancelled: Cancelled | None = None
     token: str = ""
 
     @property
@@ -192,6 +223,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
     jobs: list[int]
     by: str
+    cause: CancelCause = CancelCause.USER
 
 
 class Requeue(msgspec.Struct, tag="requeue"):

@@ -20,6 +20,7 @@ from typing import Any
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.job import Job
+from hvd_elastic.jobs.operator_state import Drained
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.records.json_lines import EventLog
 
@@ -193,6 +194,11 @@ class ClusterRecord:
             self.emit("host_back", {"host": host})
         self._told_lost = lost
         return new
+
+    def drained(self, host: str, drained: Drained) -> None:
+        """Record that a host is drained, or will be."""
+        fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
+        self.emit("host_drained", {"host": host, **fields})
 
     def decided(self, active: Mapping[int, Job]) -> None:
         """Record who holds which slots, and why, if that has changed."""

@@ -26,17 +26,21 @@ class Drained:
         by: who asked for it.
         at: from when on [Unix s].
         faults: how often each fault of its hardware was seen, if they are the reason.
+        planned: what an operator had planned for later when its hardware failed; None: nothing.
     """
 
     reason: str
     by: str
     at: float
     faults: dict[str, int] = field(default_factory=dict)
+    planned: Drained | None = None
 
     def words(self, now: float) -> str:
-        """Return why, by whom, and since when or from when on."""
-        when = "since" if self.at <= now else "from"
-        return f"{self.reason} ({self.by}, {when} {date_words(self.at)})"
+        """Return whether it is drained or will be, why, by whom, and since or from when on."""
+        is_now = self.at <= now
+        begins, when = ("drained", "since") if is_now else ("will be drained", "from")
+        then = "" if self.planned is None else f"; {self.planned.words(now)}"
+        return f"{begins}: {self.reason} ({self.by}, {when} {date_words(self.at)}){then}"
 
 
 @dataclass(frozen=True)
@@ -99,25 +103,47 @@ class OperatorState:
         self.closed = {host for host, drained in self.drained.items() if drained.at <= now}
         return self.closed != before
 
-    def drain(self, host: str, drained: Drained) -> None:
-        """Drain a host; raises RunError if that cannot be kept."""
+    def drain(self, host: str, drained: Drained, now: float) -> None:
+        """Drain a host, now or later; what an operator has planned outlives a drain for faults.
+
+        Raises:
+            RunError: it cannot be kept, or the host is drained already and would not be meanwhile.
+        """
+        if (before := self.drained.get(host)) is not None:
+            if before.at <= now < drained.at:
+                raise RunError(
+                    f"host {host} is {before.words(now)}. Give it back first: hvd-elastic undrain "
+                    f"{host}"
+                )
+            if drained.by == HEALTH and before.at > now:
+                drained = replace(drained, planned=before)
+            drained = replace(drained, faults=before.faults | drained.faults)
         self._keep(replace(self._set, drained={**self.drained, host: drained}))
 
-    def undrain(self, host: str, faults: Iterable[Fault] = (), now: float = 0.0) -> None:
-        """Give a host back; raises RunError if that cannot be kept, or it is not drained.
+    def undrain(self, host: str, faults: Iterable[Fault] = (), now: float = 0.0) -> Drained | None:
+        """Give a host back, until a drain that was planned for later, which is returned.
 
         Args:
             faults: those of its hardware, which are no reason to drain it again; those for which
                 it was drained are known.
             now: time [Unix s].
+
+        Raises:
+            RunError: it cannot be kept, or the host is not drained.
         """
         if host not in self.drained:
             which = ", ".join(self.drained) or "none is"
             raise RunError(f"host {host} is not drained; drained: {which}")
         rest = {name: each for name, each in self.drained.items() if name != host}
+        planned = self.drained[host].planned
+        if planned is not None and planned.at > now:
+            rest[host] = planned
+        else:
+            planned = None
         numbers = self.drained[host].faults | {fault.what: fault.number for fault in faults}
         known = _Accepted(now, numbers)
         self._keep(replace(self._set, drained=rest, accepted={**self._set.accepted, host: known}))
+        return planned
 
     def new_faults(self, host: str, faults: Sequence[Fault], at: float) -> list[Fault]:
         """Return the faults of a host that its operator did not know of when giving it back.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic import run_events as ev
+from hvd_elastic.control.backoff import Retry
 from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.evidence import Replay
@@ -45,6 +46,9 @@ _HOST_FIELDS = ("host", "unusable_host", "machine")
 """Fields of events with such a name."""
 _MOST_CAUSE = 1000
 """Characters that are kept of why a host was lost."""
+_BARRED_S = (5.0, 30.0, 120.0, 600.0)
+"""Time for which a job gets no slots of a host on which its run could start no agent 1, 2, … times
+in a row [s]: the cause may be mended, and each try holds slots for seconds."""
 _WARMING_S = 1.0
 """Training time that a change of slots costs beside its pause [slot seconds]: the new processes
 warm up in their slots meanwhile."""
@@ -275,6 +279,16 @@ class RunHosts:
         self.silent: dict[str, float] = {}
         self._faults: dict[str, ev.HostFaults] = {}
         self._cut_off = ""
+        self._barred: dict[str, tuple[Retry, str]] = {}
+        """When to try again hosts on which no agent could be started, and why not."""
+
+    def barred(self, now: float) -> dict[str, str]:
+        """Return the hosts on which the run could start no agent lately, with the cause.
+
+        Args:
+            now: present time [Unix s].
+        """
+        return {host: cause for host, (retry, cause) in self._barred.items() if now < retry.at}
 
     @property
     def unheard(self) -> str:
@@ -359,9 +373,13 @@ class RunHosts:
                     del self._processes[each]
             case ev.Warned(unusable_host=host, message=cause) if host:
                 self._lost[host] = cause[:_MOST_CAUSE]
+                retry = self._barred.get(host, (Retry(_BARRED_S), ""))[0]
+                retry.failed(event.t)
+                self._barred[host] = retry, cause[:_MOST_CAUSE]
                 if event.fatal:
                     self.unfit[host] = cause[:_MOST_CAUSE]
             case ev.AgentStarted(host=host):
+                self._barred.pop(host, None)
                 self._lost.pop(host, None)
                 self.lost.discard(host)
                 self.silent.pop(host, None)

@@ -12,7 +12,16 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.hosts.hostfile import fold_hosts
 from hvd_elastic.jobs.host_wish import HostWish
-from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.job import (
+    After,
+    CancelCause,
+    Cancelled,
+    Job,
+    JobKind,
+    JobRequest,
+    JobStatus,
+    StopReason,
+)
 from hvd_elastic.jobs.store import JobStore
 
 Emit = Callable[[str, Mapping[str, Any]], None]
@@ -127,7 +136,9 @@ class JobQueue:
         tokens = (job for job in same if job.request.token)
         return {(job.name, job.request.token, job.request.user): job for job in tokens}
 
-    def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job], list[Job]]:
+    def cancel(
+        self, numbers: Collection[int], by: str, cause: CancelCause = CancelCause.USER
+    ) -> tuple[list[Job], list[Job], list[Job]]:
         """Cancel jobs.
 
         Returns:
@@ -139,7 +150,11 @@ class JobQueue:
         """
         jobs, over = self._active_of(numbers)
         now = time.time()
-        message = f"cancelled by {by}"
+        message = Cancelled(by, cause)
+        jobs = [
+            replace(job, request=replace(job.request, cancelled=job.request.cancelled or message))
+            for job in jobs
+        ]
         waiting = [job for job in jobs if job.status is JobStatus.QUEUED]
         running = [job for job in jobs if job.status is JobStatus.RUNNING]
         stopping = [
@@ -152,7 +167,7 @@ class JobQueue:
             )
             for job in running
         ]
-        ended = [_ended(job, JobStatus.CANCELLED, message, now) for job in waiting]
+        ended = [_ended(job, cause.status, str(message), now) for job in waiting]
         self._save([*ended, *stopping])
         self._tell_ended(ended)
         return ended, stopping, over
@@ -185,7 +200,7 @@ class JobQueue:
                 for number, job in found.items()
             }
         found = {
-            number: replace(job, request=replace(job.request, hold=""))
+            number: replace(job, request=replace(job.request, hold="", cancelled=None))
             for number, job in found.items()
         }
         waiting = {**self.active, **found}

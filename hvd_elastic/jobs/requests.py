@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, date_words, duration_words, hosts_named
+from hvd_elastic.hosts.hostfile import name_as_listed
 from hvd_elastic.jobs.gpus import HostGpus
-from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.hosts import ClusterHosts
 from hvd_elastic.jobs.job import (
@@ -32,6 +33,7 @@ from hvd_elastic.jobs.job import (
     Submit,
     UndrainHost,
 )
+from hvd_elastic.jobs.notify import ClusterRecord
 from hvd_elastic.jobs.operator_state import Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue, ending_words, jobs_words, over_words
@@ -51,8 +53,9 @@ class QueueRequests:
     Args:
         operators: ids of users who may change the jobs of others.
         queue: the queue, and its store.
-        hosts: the hosts, which of them are lost, what operators have set, and their GPUs.
-        emit: records an event.
+        hosts: the hosts, which of them are lost, the faults of their hardware, what operators have
+            set, and their GPUs.
+        record: records events.
         host_rows: returns what there is to say of each host.
         limit_rows: returns what there is to say of limits and shares.
         has_keeper: returns whether the keeper of a user is there.
@@ -66,8 +69,8 @@ class QueueRequests:
         place: ClusterFolder,
         operators: Collection[int],
         queue: tuple[JobQueue, JobStore],
-        hosts: tuple[ClusterHosts, HostHealth, OperatorState, HostGpus],
-        emit: Callable[[str, Mapping[str, Any]], None],
+        hosts: tuple[ClusterHosts, HostHealth, HardwareHealth, OperatorState, HostGpus],
+        record: ClusterRecord,
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
         limit_rows: Callable[[], dict[str, Any]],
@@ -76,8 +79,8 @@ class QueueRequests:
         self._name = place.name
         self._operators = operators
         self._queue, self._store = queue
-        self._hosts, self._health, self._operator_state, self._gpus = hosts
-        self._emit = emit
+        self._hosts, self._health, self._hardware, self._operator_state, self._gpus = hosts
+        self._record = record
         self._host_rows = host_rows
         self._limit_rows = limit_rows
         self._has_keeper = has_keeper
@@ -125,8 +128,8 @@ class QueueRequests:
                     jobs=[j.number for j in added],
                     data=[job.run_id for job in added],
                 )
-            case Cancel(jobs, by):
-                ended, stopping, over = queue.cancel(jobs, by)
+            case Cancel(jobs, by, cause):
+                ended, stopping, over = queue.cancel(jobs, by, cause)
                 parts = [f"cancelled {jobs_words(ended)}"] if ended else []
                 parts += [ending_words(stopping)] if stopping else []
                 users = {job.request.user for job in stopping}
@@ -176,26 +179,33 @@ class QueueRequests:
                 raise UsageError("the queue of this user's own daemon is read from its database")
 
     def _drain(self, host: str, drained: Drained) -> Answer:
-        listed = self._hosts.listed
+        listed, now = self._hosts.listed, time.time()
+        host = name_as_listed(host, listed)
         if host not in listed:
             raise RunError(f"cluster {self._name} has no host {host!r}; it has {', '.join(listed)}")
-        self._operator_state.drain(host, drained)
-        fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
-        self._emit("host_drained", {"host": host, **fields})
+        before = self._operator_state.drained.get(host)
+        self._operator_state.drain(host, drained, now)
+        self._record.drained(host, drained)
         when = ""
-        if drained.at > time.time():
+        if drained.at > now:
             when = f" from {date_words(drained.at)} on"
         elif self._operator_state.closed >= listed.keys() - {host}:
             when = "; it is the last host, so jobs wait until one is given back"
-        return Answer(f"host {host} is drained{when}: {drained.reason}")
+        words = f"host {host} is drained{when}: {drained.reason}"
+        if before is not None and before != self._operator_state.drained[host]:
+            words += f"; this replaces: {before.words(now)}"
+        return Answer(words, data=host)
 
     def _undrain(self, host: str, by: str) -> Answer:
-        told = self._health.faults.get(host)
-        self._operator_state.undrain(host, () if told is None else told.faults, time.time())
-        self._emit("host_undrained", {"host": host, "by": by})
+        host, now = name_as_listed(host, self._operator_state.drained), time.time()
+        told = self._hardware.faults.get(host)
+        planned = self._operator_state.undrain(host, () if told is None else told.faults, now)
+        self._record.emit("host_undrained", {"host": host, "by": by})
         away = "" if host in self._hosts.listed else "; it is not in the hostfile"
         if (cause := self._health.lost.get(host)) is not None:
             away = f"; it is lost ({cause}), and used when it answers"
+        if planned is not None:
+            away += f"; it {planned.words(now)}"
         return Answer(f"host {host} is given back to the jobs{away}")
 
     def _pause(self, by: str) -> Answer:
@@ -258,7 +268,7 @@ class QueueRequests:
                 job.wish.refuse_impossible(hosts, self._gpus.known, job.min_np, whose)
                 checked.add(asked)
             for name in job.spec.get("input_hosts", ()):
-                if name in hosts:
+                if name_as_listed(name, hosts) in hosts:
                     raise RunError(
                         f"job {job.name} cannot have {name} read its data, since jobs train there. "
                         f"Write slots=0 in its line of the hostfile of cluster {self._name}, "

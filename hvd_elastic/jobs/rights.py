@@ -110,8 +110,8 @@ def of_user(
     match request:
         case Submit(wanted, _):
             return Submit([_job_of(each, user) for each in wanted], {})
-        case Cancel(numbers, _):
-            request = Cancel(numbers, user_name(user))
+        case Cancel(numbers, _, cause):
+            request = Cancel(numbers, user_name(user), cause)
         case Hold(numbers, _):
             request = Hold(numbers, user_name(user))
         case Requeue(numbers, _, after):
@@ -175,7 +175,7 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     spec = {"command": command, **structs.asdict(told)}
     hold = user_name(user) if request.hold else ""
     _check_wish(request.wish)
-    made = replace(request, spec=spec, user=user, hold=hold, held_at=None)
+    made = replace(request, spec=spec, user=user, hold=hold, held_at=None, cancelled=None)
     if len(msgspec.json.encode(made)) > _MOST_BYTES:
         raise UsageError(f"job {request.name}: all that is said of it has over {_MOST_BYTES} bytes")
     return made

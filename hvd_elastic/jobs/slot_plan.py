@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +36,8 @@ _TURN_S = 600.0
 """Waiting that a job that runs is credited with, so that equal jobs take few turns [s]."""
 _GROWTH = 2
 """A job gets at most this many times as many slots as were measured (Pollux, section 4.1)."""
+_KEPT_AFTER_S = 600.0
+"""How long a job waits until slots are kept for it that plain commands leave [s]."""
 _CONSIDERED = 2
 """Waiting jobs that are considered, per slot of the cluster; more could not start at once."""
 
@@ -88,7 +90,6 @@ def plan_slots(
         now: current time [Unix s].
         shares: the shares of their users; None: slots are not shared by weight.
     """
-    parts = {names: _Part.of(hosts, names) for names in {each.hosts for each in candidates}}
     running = [each for each in candidates if each.job.status is JobStatus.RUNNING]
     waiting = sorted(
         (each for each in candidates if each.job.status is JobStatus.QUEUED),
@@ -97,6 +98,9 @@ def plan_slots(
     first = waiting
     if shares is not None:
         choose, first = shares.policy(choose), in_turn(waiting, running, shares.weights)
+    reserved, first, kept_off = _keep_slots(first, running, hosts, now)
+    asked = {each.hosts for each in [*candidates, *first]}
+    parts = {names: _Part.of(hosts, names) for names in asked}
     considered = [each for each in running if parts[each.hosts].capacity]
     like_it: Counter[frozenset[str] | None] = Counter()
     for each in first:
@@ -105,7 +109,8 @@ def plan_slots(
             like_it[each.hosts] += 1
             considered.append(each)
     jobs = {
-        str(each.job.number): _as_policy_job(each, parts[each.hosts], now) for each in considered
+        str(each.job.number): _as_policy_job(each, parts[each.hosts], reserved, now)
+        for each in considered
     }
     decided = choose(list(jobs.values()), hosts, now)
     plan = Plan({}, {}, {})
@@ -114,7 +119,8 @@ def plan_slots(
         assignment = decided.get(str(number))
         if assignment is None:
             plan.slots[number] = {}
-            plan.reasons[number] = _why_not(each, parts[each.hosts].capacity)
+            why_not = _why_not(each, parts[each.hosts].capacity)
+            plan.reasons[number] = kept_off.get(number, why_not)
         else:
             plan.slots[number] = dict(assignment.hosts)
             plan.reasons[number] = assignment.reason
@@ -144,6 +150,87 @@ def plan_slots(
         starts = expected_starts(holders, least, parts[names].capacity)
         plan.etas.update({job.number: at for job, at in zip(left, starts, strict=True)})
     return plan
+
+
+def _keep_slots(
+    first: Sequence[Candidate],
+    running: Sequence[Candidate],
+    hosts: Sequence[policy.HostSlots],
+    now: float,
+) -> tuple[frozenset[str], list[Candidate], dict[int, str]]:
+    """Keep slots for jobs that need several at once: plain commands after them may not have these.
+
+    A plain command never makes room, so a job would wait for ever behind an endless row of them.
+    One that ends by its time limit before the job can start may go first: EASY backfilling (Lifka,
+    JSSPP 1995).
+
+    Args:
+        first: waiting jobs in their order.
+
+    Returns:
+        The hosts on which slots are kept, the waiting jobs with the hosts that are left to them,
+        and why the others have to wait.
+    """
+    every = frozenset(host.name for host in hosts)
+    bound = [each.job for each in running if each.job.request.kind is JobKind.PLAIN]
+    reserved: list[_Reserved] = []
+    left: list[Candidate] = []
+    kept_off: dict[int, str] = {}
+    for each in first:
+        job, names = each.job, every if each.hosts is None else each.hosts & every
+        least = job.request.min_np
+        if job.request.kind is JobKind.PLAIN and reserved:
+            ends_at = _latest_end(job, now)
+            others = [own for own in reserved if not own.starts_after(ends_at)]
+            full = [own for own in others if own.spare <= 0 and not own.hosts.isdisjoint(names)]
+            if full:
+                names = names.difference(*(own.hosts for own in full))
+                if not names:
+                    kept_off[job.number] = full[0].words
+                    continue
+                each = replace(each, hosts=names)
+            for own in others:
+                own.spare -= not own.hosts.isdisjoint(names)
+        elif least > 1 and now - job.queued_at >= _KEPT_AFTER_S:
+            capacity = _Part.of(hosts, names).capacity
+            held = [(_latest_end(own, now), _slots_on(names, own.held)) for own in bound]
+            (starts_at,) = expected_starts(held, [least], capacity)
+            spare = capacity - least - sum(slots for _, slots in held)
+            if least <= capacity:
+                reserved.append(_Reserved(job, names, spare, starts_at))
+        left.append(each)
+    return frozenset().union(*(own.hosts for own in reserved)), left, kept_off
+
+
+@dataclass
+class _Reserved:
+    """A waiting job for which slots are kept.
+
+    Attributes:
+        spare: slots of its hosts beyond what it needs that plain commands may still have; below 0:
+            it waits until some of those that run have ended.
+        starts_at: when enough of them have ended at the latest [Unix s]; None: not known, or now.
+    """
+
+    job: Job
+    hosts: frozenset[str]
+    spare: int
+    starts_at: float | None
+
+    @property
+    def words(self) -> str:
+        needs = count(self.job.request.min_np, "slot")
+        return f"waits: job {self.job.number} ({self.job.run_id}) is before it and needs {needs}"
+
+    def starts_after(self, ends_at: float | None) -> bool:
+        """Return whether it starts after a command that ends at a time [Unix s]."""
+        return self.starts_at is not None and ends_at is not None and ends_at <= self.starts_at
+
+
+def _latest_end(job: Job, now: float) -> float | None:
+    """Return when the time limit of a job ends it [Unix s]; None: it has none."""
+    limit_s = job.request.time_limit_s
+    return None if limit_s is None else now + limit_s - job.run_s(now)
 
 
 def in_turn(
@@ -311,6 +398,13 @@ def expected_starts(
     return found
 
 
+_MOST_NOISE = 0.25
+"""Largest relative error of another user's measurements that counts: its slots are worth more to a
+job by three times that, so with a made-up one it would keep them for ever."""
+_LONGEST_S = 1e9
+"""Longest pause of a change of slots, and length of a job, that can have been measured [s]."""
+
+
 def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
     """Return whether a job of another user has measured what can be: its keeper may tell anything.
 
@@ -318,15 +412,39 @@ def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
     """
     try:
         goodput = measured.goodput(per_host)
-        numbers = (measured.remaining(None, None), measured.rescale_s, measured.noise)
+        left = measured.remaining(None, None)
+        times_s = [measured.rescale_s, measured.noise]
+        if goodput is not None and left is not None:
+            times_s.append(left / float(goodput.max()))
     except Exception:  # noqa: BLE001  # whatever made-up numbers lead to
         return False
     makes_sense = goodput is None or bool(np.all(np.isfinite(goodput) & (goodput >= 0)))
-    return makes_sense and not any(math.isnan(each) for each in numbers if each is not None)
+    return makes_sense and all(0 <= each <= _LONGEST_S for each in times_s)
 
 
-def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
-    """Return what the policy sees of a job; ``part``: the hosts that it may have."""
+def _at_most_linear(goodput: np.ndarray) -> np.ndarray:
+    """Return a goodput of which further slots bring no more than the first ones.
+
+    >>> _at_most_linear(np.array([0.0, 2.0, 3.0, 99.0]))
+    array([0., 2., 3., 6.])
+    """
+    known = np.flatnonzero(goodput)
+    if not known.size:
+        return goodput
+    slots = np.arange(len(goodput))
+    return np.asarray(np.minimum(goodput, goodput[known[0]] * slots / known[0]))
+
+
+def _as_policy_job(
+    candidate: Candidate, part: _Part, reserved: frozenset[str], now: float
+) -> policy.Job:
+    """Return what the policy sees of a job.
+
+    Args:
+        part: the hosts that it may have.
+        reserved: hosts on which slots are kept for others, so that it has no turn there: they would
+            wait for ever behind an endless row of jobs that end within a turn.
+    """
     job, measured = candidate.job, candidate.measured
     per_host, capacity = part.per_host, part.capacity
     request = job.request
@@ -346,11 +464,15 @@ def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
         service, rescale_s = measured.service(now), measured.rescale_s
         rescales = measured.rescales
         noise, timed_with = measured.noise, measured.timed
+        if request.user is not None:
+            goodput = None if goodput is None else _at_most_linear(goodput)
+            noise = min(noise, _MOST_NOISE)
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     timed = 0 if measured is None else measured.slots
     takes, most = most, min(most, max(request.min_np, _GROWTH * timed, 1))
     turn_over = job.started_at is None or now - job.started_at >= _LEAST_TURN_S
+    turn_over |= not reserved.isdisjoint(job.held)
     return policy.Job(
         str(job.number),
         job.submitted_at,

@@ -173,7 +173,7 @@ class ElasticCallback(keras.callbacks.Callback):
         self._metrics.begin_epoch(whole=self._ctx.worker.progress.position == 0)
         if not self._began and epoch != self._ctx.worker.progress.epoch:
             raise ScriptError(
-                f"model.fit(initial_epoch={epoch}): a run that is resumed goes on in the epoch "
+                f"model.fit(initial_epoch={epoch}): a resumed run continues in the epoch "
                 "where training stands by itself; leave initial_epoch out"
             )
         if not self._began:

@@ -55,7 +55,7 @@ class Monitors:
             kind = type(callback).__name__
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 raise ScriptError(
-                    "model.fit(callbacks=[BackupAndRestore]): training goes on after failures by "
+                    "model.fit(callbacks=[BackupAndRestore]): training continues after failures by "
                     "itself, and after its end with hvd-elastic run --resume; leave it out"
                 )
             if isinstance(callback, _MONITORS):

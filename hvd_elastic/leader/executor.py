@@ -180,7 +180,7 @@ class Executor:
             return
         if brought.error:
             go_on = (
-                "Nothing was removed or begun anew: mend that and go on with: "
+                "Nothing was removed or started again: fix that and resume with: "
                 f"{self._run.folder.resume_command}, or start a new run"
             )
             self.tell(ev.StopRequested(f"{brought.error}. {go_on}", "failed"))
@@ -189,7 +189,7 @@ class Executor:
         # Recorded by the leader before the announcement, so it precedes all that workers record.
         restored = {"step": 0, "epoch": 0, "examples": 0}
         if newest is None:
-            self._run.journal.warn("there is no complete checkpoint: training begins anew")
+            self._run.journal.warn("there is no complete checkpoint: training starts from scratch")
         else:
             restored = {"step": newest.step, "epoch": newest.epoch, "examples": newest.examples}
         self._run.journal.read("restored", {**restored, "generation": command.generation})

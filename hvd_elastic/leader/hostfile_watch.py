@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from hvd_elastic.control.events import HostSlots
 from hvd_elastic.errors import HostfileError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import (
@@ -22,7 +21,7 @@ from hvd_elastic.hosts.hostfile import (
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import cheapest_hosts
 from hvd_elastic.replaced_files import file_stamp
-from hvd_elastic.run_events import HostsChanged
+from hvd_elastic.run_events import HostsChanged, HostSlots
 
 _REPLACED_WITHIN_S = 2.0
 """How long the hostfile may be missing without a warning [s]: some editors replace it by renaming,
@@ -95,7 +94,7 @@ class HostfileWatch:
 
     def event(self) -> HostsChanged:
         prices = {host.name: host.price for host in self.hosts.values() if host.price}
-        return HostsChanged([(host.name, host.slots) for host in self.slots], prices)
+        return HostsChanged([*self.slots], prices)
 
     def read(self) -> None:
         """Read the hostfile into ``hosts``.

@@ -52,7 +52,7 @@ class _InputHost:
     start_at: float = math.inf
     """When to start it next [s]; infinite: it runs, is left out, or is not needed yet."""
     take_over: bool = False
-    """Whether a worker that reads there under an earlier leader is to go on."""
+    """Whether a worker that reads there under an earlier leader is to continue."""
     needed: bool = False
     """Whether it should read; one with a price, only once the ranks wait for data."""
     worker: str = ""
@@ -181,7 +181,7 @@ class InputHosts:
         return not reads and (name in self._agents.by_host or known.start_at < math.inf)
 
     def drop(self) -> None:
-        """Close all connections; another leader leads the run, or this one anew."""
+        """Close all connections; another leader leads the run, or this one again."""
         self._known.clear()
         self._agents.drop()
 

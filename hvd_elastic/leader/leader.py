@@ -36,7 +36,7 @@ from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.led_run import Journal, LedRun, Loop, Show, ShowOutput
-from hvd_elastic.leader.liveness import Liveness
+from hvd_elastic.leader.liveness import LivenessWatch
 from hvd_elastic.leader.reports import Reports
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.steering import Steering, Stopping
@@ -167,7 +167,7 @@ class Leader:
             run, store, on_checkpoint=self._checkpoints_idle, resumed=resumed
         )
         executor = self._executor = Executor(run, fetching, has_checkpoint=resumed)
-        liveness = self._liveness = Liveness(run, executor)
+        liveness = self._liveness = LivenessWatch(run, executor)
         failover = self._failover = Failover(run, executor, lead=self._lead_found)
         stopping = self._stopping = Stopping(run, executor, failover)
         self._steering = Steering(run, executor, stopping, fetching)
@@ -279,8 +279,8 @@ class Leader:
         self._run.readers.drop()
         with contextlib.suppress(Exception):  # the journal itself may be what failed
             self._run.journal.warn(
-                f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
-                f"for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
+                f"the leader fails ({type(error).__name__}: {error}). The hosts continue without "
+                f"it for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
                 f"checkpoint: {self._run.folder.resume_command} leads on"
             )
 
@@ -382,7 +382,7 @@ class Leader:
         if takeover.unwritable is not None:
             if not workers:
                 raise takeover.unwritable
-            self._run.journal.warn(f"training goes on without checkpoints: {takeover.unwritable}")
+            self._run.journal.warn(f"training continues without checkpoints: {takeover.unwritable}")
         if event.awaited and not workers:
             names = hosts_named(event.awaited)
             self._run.journal.warn(

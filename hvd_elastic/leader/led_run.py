@@ -159,7 +159,7 @@ class TrainingProgress:
     stopped: str = ""
 
     def passed(self, progress: Position) -> None:
-        """Note where training is, and goes on."""
+        """Note where training is while it continues."""
         self.reached, self.is_exact = progress, False
 
     def ended_at(self, progress: Position | None) -> None:
@@ -175,7 +175,7 @@ class LedRun:
     Attributes:
         folder: run folder, whose lock this process holds.
         fence: identity of this leader, and whether it has to end for another one.
-        journal: records events, readings of the data set, and the output of rank 0.
+        journal: records events, readings of the dataset, and the output of rank 0.
     """
 
     spec: RunSpec

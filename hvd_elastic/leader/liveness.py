@@ -16,7 +16,7 @@ _COMMAND_ENDS_S = 5.0
 """How long after the grace time the agent of a silent host may take to end a plain command [s]."""
 
 
-class Liveness:
+class LivenessWatch:
     """Watches the heartbeats of agents and workers."""
 
     def __init__(self, run: LedRun, executor: Executor) -> None:
@@ -44,7 +44,7 @@ class Liveness:
             return None
         timeout_s = self._run.spec.failure_timeout_s
         if self._run.spec.plain:
-            # It may begin anew elsewhere once the silent host has surely ended it, not before.
+            # It may start again elsewhere once the silent host has certainly ended it, not before.
             timeout_s = max(timeout_s, self._run.spec.leader_grace_s) + _COMMAND_ENDS_S
         if self._is_cut_off(silence.values()):
             least_s = min(silence.values())

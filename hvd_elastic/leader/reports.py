@@ -12,7 +12,7 @@ from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun
-from hvd_elastic.leader.liveness import Liveness
+from hvd_elastic.leader.liveness import LivenessWatch
 from hvd_elastic.leader.steering import Stopping, host_draining
 from hvd_elastic.run_events import (
     AgentStarted,
@@ -41,7 +41,8 @@ _NOT_STARTED = 127
 """Exit status of a worker that could not be started, as shells have it."""
 _SIGNALLED_S = 0.5
 """Age of a host's notice at which it is acted upon [s]: where one signal reaches host, leader and
-all that belongs to a job, they have heard of it by then, in any order."""
+all that belongs to a job, they have heard of it by then, in any order. Zero where the leader does
+not stop at that signal."""
 
 
 class Reports:
@@ -56,7 +57,7 @@ class Reports:
         run: LedRun,
         executor: Executor,
         fetching: Fetching,
-        liveness: Liveness,
+        liveness: LivenessWatch,
         stopping: Stopping,
     ) -> None:
         self._run = run
@@ -68,7 +69,8 @@ class Reports:
 
     def drain_noticed_hosts(self, now: float) -> None:
         """Drain the hosts that have given notice, unless the run stops; called often."""
-        due = [each for each in self._notices if now >= each[0] + _SIGNALLED_S]
+        age_s = _SIGNALLED_S if self._stopping.hears_sigterm else 0.0
+        due = [each for each in self._notices if now >= each[0] + age_s]
         del self._notices[: len(due)]
         if self._stopping.cause is not None:
             return  # with a checkpoint of all that train, which must not leave before

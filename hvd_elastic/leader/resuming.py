@@ -1,4 +1,4 @@
-"""Finds a run that is to be led on, and what it is led with.
+"""Finds a run that is to be resumed, and what it is led with.
 
 If the leader's machine and disk are lost, the specification of the run comes from its hosts: each
 agent keeps it in the spool of its host (:mod:`hvd_elastic.agent.spool`).
@@ -42,7 +42,7 @@ _LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that is to be led on, and what the user wants otherwise from now on.
+    """A run that is to be resumed, and what the user wants otherwise from now on.
 
     Attributes:
         hostfile: its hostfile from now on; None: that of before, or what its engine gives.
@@ -99,14 +99,14 @@ class Resumption:
     def spec_of(
         self, folder: RunFolder, inside: Sequence[str], given: Callable[[], Hostfile | None]
     ) -> RunSpec:
-        """Return the specification that the run is led on with.
+        """Return the specification that the run is resumed with.
 
         Args:
             inside: engines that give hosts to a run that is started inside of them.
             given: returns the hosts that such an engine gives to this process.
 
         Raises:
-            HvdElasticError: it cannot be led on like that; says why.
+            HvdElasticError: it cannot be resumed like that; says why.
         """
         if self.command:
             raise UsageError(

@@ -131,7 +131,7 @@ class Scaler:
 
 def _event(decision: Decision, snapshot: Snapshot, np: int | None = None) -> run_events.Decision:
     """Return the event for a decision; ``np``: it changes the number of slots."""
-    target = [*decision.target.counts]
+    target = [run_events.HostSlots(*each) for each in decision.target.counts]
     told = snapshot.as_fields()
     return run_events.Decision(decision.action, decision.reason, target, told, np)
 

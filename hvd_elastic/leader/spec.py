@@ -82,7 +82,7 @@ class RunSpec:
         preemption: cloud whose metadata service each host asks whether it is about to be taken
             away: a name of ``CLOUDS`` in ``agent.preemption.clouds``; None: nothing is asked.
         preemption_command: command that reports on each host whether the host is about to be
-            taken away; None: nothing is asked.
+            preempted; None: nothing is asked.
         plain: whether the command is no training script; its exit status alone counts.
         hash_seed: the user's ``PYTHONHASHSEED``; None: it follows from the name of the run.
         policy: what decides the number of processes: ``fixed`` or ``goodput``.

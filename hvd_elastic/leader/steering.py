@@ -18,7 +18,7 @@ from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.events import StopRequested
 from hvd_elastic.control.state_machine import Phase
 from hvd_elastic.formatting import count
-from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.hostfile import Host, name_as_listed
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.failover.failover import Failover
 from hvd_elastic.leader.fetching import Fetching
@@ -56,6 +56,7 @@ class Stopping:
 
     Attributes:
         cause: why the run is to stop; None: it is not.
+        hears_sigterm: whether SIGTERM stops the run; not where its leader has that signal blocked.
     """
 
     def __init__(self, run: LedRun, executor: Executor, failover: Failover) -> None:
@@ -65,6 +66,7 @@ class Stopping:
         self._last: LastCheckpoint | None = None
         """The last checkpoint, while it is waited for."""
         self.cause: StopCause | None = None
+        self.hears_sigterm = True
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -77,6 +79,7 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread, which is the caller's
             return
+        self.hears_sigterm = signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         for number in _SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, ask)
@@ -343,7 +346,7 @@ def drain(
         reserve_s: part of the host's remaining time that is kept for a last checkpoint and for
             ending the processes [s].
     """
-    host, leave_in_s = str(fields.get("host")), fields.get("leave_in_s")
+    host, leave_in_s = name_as_listed(str(fields.get("host")), hosts), fields.get("leave_in_s")
     if host not in hosts:
         message = f"the hostfile has no host {host!r}; it has {', '.join(hosts)}"
         return Answer(message, ok=False)

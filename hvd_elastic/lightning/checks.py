@@ -29,8 +29,8 @@ def check_script(trainer: Any) -> None:
     if ctx.has_trained:
         raise ScriptError(
             "trainer.fit() is called a second time, and a script has one: it is where hosts join, "
-            "a failure is undone, and a resumed run goes on. Give the first more epochs, or start "
-            "another script, which begins with Model.load_from_checkpoint(...)"
+            "a failure is undone, and a resumed run continues. Give the first more epochs, or "
+            "start another script, which begins with Model.load_from_checkpoint(...)"
         )
     for callback in trainer.callbacks:
         for base in type(callback).__mro__:
@@ -69,9 +69,9 @@ def check_script(trainer: Any) -> None:
 
 
 def refuse_checkpoint(path: Any) -> None:
-    """Raise ScriptError for a file that training is to go on from."""
+    """Raise ScriptError for a file that training is to continue from."""
     raise ScriptError(
-        f"trainer.fit(ckpt_path={str(path)!r}): a run goes on where it was with hvd-elastic run "
+        f"trainer.fit(ckpt_path={str(path)!r}): a run resumes where it was with hvd-elastic run "
         "--resume RUN, on any number of hosts. To begin with the weights of a file: "
         "model = Model.load_from_checkpoint(path)"
     )

@@ -35,7 +35,8 @@ def training_loader(loader: Any, as_on: int, options: Mapping[str, Any]) -> Any:
         if as_on > 1 or options:
             raise ScriptError(
                 "ElasticStrategy(as_on=..., max_batch_size=...): the train_dataloader is an "
-                "hvd.DataLoader already, whose batch_size is that of all ranks together. Give "
+                "hvd.DataLoader already, whose batch_size counts the examples of all ranks "
+                "together. Give "
                 "these arguments to one of them"
             )
         return loader
@@ -78,7 +79,7 @@ def training_loader(loader: Any, as_on: int, options: Mapping[str, Any]) -> Any:
 
 
 class EvaluationLoader:
-    """Gives each rank a part of the examples, anew in each iteration, since ranks may change.
+    """Gives each rank a part of the examples, again in each iteration, since ranks may change.
 
     All ranks have the same number of batches where each has an example for each; else a rank has
     one batch less. Outside of training each process reads everything.

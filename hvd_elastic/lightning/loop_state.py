@@ -15,7 +15,6 @@ from hvd_elastic.torch.attributes import Attributes, numbered
 
 _Loop: Any = part("loops.loop")._Loop
 _BaseProgress: Any = part("loops.progress")._BaseProgress
-_ModelCheckpoint: Any = part("callbacks").ModelCheckpoint
 _OWN = (part("callbacks").ProgressBar, part("callbacks").Timer)
 """Callbacks whose attributes are of this process, such as times."""
 _CSVLogger: Any = part("loggers").CSVLogger
@@ -134,7 +133,7 @@ def version_of(logger: Any) -> dict[str, Any]:
 
 
 def take_versions(loggers: Iterable[Any], versions: Iterable[Mapping[str, Any]]) -> None:
-    """Have loggers go on where those of another rank write; see :func:`version_of`."""
+    """Have loggers continue where those of another rank write; see :func:`version_of`."""
     for logger, version in zip(loggers, versions, strict=True):
         vars(logger).update(version)
 

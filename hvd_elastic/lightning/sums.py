@@ -175,7 +175,7 @@ class Sums:
         self._whole = None
         for name, states in before.items():
             metric = self._own[name]
-            if metric._update_count == counts[name]:  # else it was reset, or goes on
+            if metric._update_count == counts[name]:  # else it was reset, or continues
                 for state, value in states.items():
                     setattr(metric, state, value)
                 metric._computed = None
@@ -213,7 +213,7 @@ class Sums:
         return {"told": told, "counts": counts, "results": results}
 
     def load_state_dict(self, state: Mapping[str, Any], reduce: Any) -> None:
-        """Take over the sums of all ranks; what is no sum begins anew on this one."""
+        """Take over the sums of all ranks; what is no sum starts again on this one."""
         self._results.load_state_dict(state["results"], reduce, self._own)
         self._told, self._counts = dict(state["told"]), dict(state["counts"])
         self._begun = self._whole = None

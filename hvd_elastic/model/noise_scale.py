@@ -64,8 +64,8 @@ def squared_norm_and_variance(
         total: |g|^2 of the mean gradient; shape S.
         global_batch_size: M, the number of examples of the step; broadcastable to S.
         passes: C, the number of passes, at least 2; broadcastable to S.
-        population: number of examples in the data set from which the step was drawn without
-            replacement; the true gradient is then that of this data set. None: the step was drawn
+        population: number of examples in the dataset from which the step was drawn without
+            replacement; the true gradient is then that of this dataset. None: the step was drawn
             from a distribution.
 
     Returns:

@@ -1,7 +1,7 @@
 """Determine which rank reads which examples: the order of an epoch, global steps, and shares.
 
 The order of an epoch is a permutation fixed by (seed, epoch). It is computed position by position,
-so its cost does not depend on the size of the data set. Progress in an epoch is one number, the
+so its cost does not depend on the size of the dataset. Progress in an epoch is one number, the
 position. All functions are pure functions of a few integers, so ranks that agree on these agree on
 every share without communication, at any world size and after any change of it.
 """
@@ -30,7 +30,7 @@ sometimes does; with 8 it finds no difference from a sorted table."""
 
 
 def attribute_of(dataset: Any, name: str) -> Any:
-    """Return what a data set may have, such as ``blocks``; None: it has none.
+    """Return what a dataset may have, such as ``blocks``; None: it has none.
 
     A ``__getattr__`` of the script may raise what it likes for a name that it does not know.
     """

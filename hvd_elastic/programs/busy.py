@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
+from hvd_elastic.programs.processes import all_processes, read
 
 _LEAST_CORES = 0.5
 """Cores that a process uses at least to be named."""
@@ -22,7 +23,7 @@ class BusyProcesses:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._before = {pid: spent for pid, (_, spent, _) in _processes().items()}
+        self._before = {each.key: each.cpu_s for each in all_processes().values()}
 
     def find(self) -> list[dict[str, Any]]:
         """Return them, each with ``user``, ``pid``, ``command`` and ``uses``, in words."""
@@ -30,26 +31,17 @@ class BusyProcesses:
         passed_s = time.monotonic() - self._began
         on_gpus = _on_gpus()
         found = []
-        for pid, (uid, spent, name) in _processes().items():
-            cores = (spent - self._before.get(pid, spent)) / os.sysconf("SC_CLK_TCK") / passed_s
-            if uid in (0, os.getuid()) or (pid not in on_gpus and cores < _LEAST_CORES):
+        for pid, process in all_processes().items():
+            cores = (process.cpu_s - self._before.get(process.key, process.cpu_s)) / passed_s
+            if pid not in on_gpus and cores < _LEAST_CORES:
                 continue
-            uses = "a GPU" if pid in on_gpus else f"{cores:.1f} cores"
-            found.append({"user": _user(uid), "pid": pid, "command": name, "uses": uses})
+            with contextlib.suppress(OSError):  # it has ended
+                uid = Path("/proc", str(pid)).stat().st_uid
+                if uid not in (0, os.getuid()):
+                    uses = "a GPU" if pid in on_gpus else f"{cores:.1f} cores"
+                    name = read(pid, "comm").decode("utf-8", "replace").strip()
+                    found.append({"user": _user(uid), "pid": pid, "command": name, "uses": uses})
         return found
-
-
-def _processes() -> dict[int, tuple[int, int, str]]:
-    """Return user id, processor time [ticks] and name of each process."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-            uid = path.stat().st_uid
-            name, _, rest = (path / "stat").read_text(errors="replace").rpartition(")")
-            fields = rest.split()
-            spent = int(fields[11]) + int(fields[12])
-            found[int(path.name)] = (uid, spent, name.partition("(")[2])
-    return found
 
 
 def _on_gpus() -> set[int]:

@@ -10,7 +10,7 @@ A step can occur in ``audit.jsonl`` more than once without an error:
   generations are void, also if a host that was cut off tells of them afterwards.
 
 Generations have numbers that rise throughout a run, also when it is resumed. Without a leader they
-begin anew in each process, and then what was recorded before the ``restored`` is older.
+start again in each process, and then what was recorded before the ``restored`` is older.
 
 The remaining steps are those that led to the final parameters. A step of them may lack its record,
 as when the leader and all agents were killed at once. How many examples it used follows from where
@@ -197,7 +197,7 @@ class _Step:
 
     Attributes:
         turn: orders the reports of a step, of which the newest counts: how often the numbers of
-            generations had begun anew before it, and its generation.
+            generations had started again before it, and its generation.
         epoch, position: where it began; a record need not tell the position.
         indices, padding: indices of the examples, and number of padding examples.
         later: indices of the examples in the following epochs, if the step reaches into them.

@@ -102,7 +102,7 @@ class EventLog(AbstractContextManager["EventLog"]):
                 if self.lost > 1:
                     return
                 raise RunError(
-                    f"cannot write to {self.path}: {error.strerror}. The run goes on, but its "
+                    f"cannot write to {self.path}: {error.strerror}. The run continues, but its "
                     "events are not recorded until there is room again; free space on that disk."
                 ) from error
             self.lost = 0

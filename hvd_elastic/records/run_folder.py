@@ -151,7 +151,7 @@ class RunFolder:
                 shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
                 raise RunError(
                     f"cannot make the run folder {folder.path}: {error.strerror}. Free space or "
-                    "mend the permissions there, or set HVD_ELASTIC_HOME to a folder on another "
+                    "fix the permissions there, or set HVD_ELASTIC_HOME to a folder on another "
                     "disk."
                 ) from error
             return folder
@@ -212,7 +212,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """Return the command with which the run goes on, or what else does it."""
+        """Return the command with which the run continues, or what else does it."""
         verb = "slurm submit" if self.is_submitted else "run"
         return self.read_run().get("resume") or f"hvd-elastic {verb} --resume {self.run_id}"
 
@@ -264,7 +264,7 @@ class RunFolder:
             lock = take_lock(self.lock)
         except OSError as error:
             raise RunError(
-                f"cannot make {self.lock}: {error.strerror}. Free space or mend the permissions "
+                f"cannot make {self.lock}: {error.strerror}. Free space or fix the permissions "
                 "there; only the user who started a run may lead it."
             ) from error
         if lock is None:
@@ -399,7 +399,7 @@ class RunFolder:
             if isinstance(event, RunFinished):
                 ended = f"it has {event.status}"
             elif isinstance(event, RunStarted):
-                ended = f"its leader died; go on with: {self.resume_command}"
+                ended = f"its leader died; resume with: {self.resume_command}"
         if self.is_submitted:
             ended += f". {IN_QUEUE}"
         raise RunError(f"run {self.run_id} has no live leader, so '{op}' cannot reach it: {ended}.")
@@ -414,7 +414,7 @@ class RunFolder:
         if self.leader_alive():
             state = "it is running"
             way_on = (
-                f"look on with: hvd-elastic attach {self.run_id}, or end it with: "
+                f"follow it with: hvd-elastic attach {self.run_id}, or end it with: "
                 f"hvd-elastic stop {self.run_id}"
             )
         return (

@@ -58,7 +58,7 @@ class Spending:
         spent.money += (seconds - unused_s) * self.rate / 3600
 
     def trains_from(self, at_s: float) -> None:
-        """Note that training goes on at a time of the run [s]."""
+        """Note that training continues at a time of the run [s]."""
         self._told_s, self.idle_s, self.heard_s = at_s, None, at_s
 
     def stopped(self) -> float:

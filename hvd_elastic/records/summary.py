@@ -68,7 +68,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Departure:
+class Exit:
     """A worker, or a whole host (``local_rank`` None), that left the run."""
 
     at_s: float
@@ -116,7 +116,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class SavedFile:
+class NewestSave:
     """The newest file that the script saved under a name.
 
     Attributes:
@@ -222,7 +222,7 @@ class RunSummary:
     max_np: int | None = None
     attempts: int = 0
     began_s: float = 0.0
-    hosts: list[tuple[str, int]] = field(default_factory=list)
+    hosts: list[ev.HostSlots] = field(default_factory=list)
     draining: dict[str, Draining] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     waiting: str = ""
@@ -231,9 +231,9 @@ class RunSummary:
     sizes: list[tuple[float, int]] = field(default_factory=list)
     placements: list[tuple[float, list[tuple[str, int]]]] = field(default_factory=list)
     joined: list[Arrival] = field(default_factory=list)
-    left: list[Departure] = field(default_factory=list)
+    left: list[Exit] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    saved: dict[str, SavedFile] = field(default_factory=dict)
+    saved: dict[str, NewestSave] = field(default_factory=dict)
     decisions: list[TimedEvent] = field(default_factory=list)
     shares: str = ""
     warnings: list[TimedEvent] = field(default_factory=list)
@@ -285,7 +285,7 @@ class RunSummary:
 
     @property
     def present_use(self) -> dict[str, HostUse]:
-        """Return the newest samples of the hosts that still send them, while the run goes on."""
+        """Return the newest samples of the hosts that still send them, while the run continues."""
         return {
             host: use
             for host, use in self.use.items()
@@ -418,10 +418,10 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
         case ev.WorkerJoined():
             run.joined.append(Arrival(at_s, event.host, event.local_rank, event.rank))
         case ev.WorkerLeft(host=host, local_rank=local_rank, cause=cause, how=how):
-            run.left.append(Departure(at_s, host, local_rank, cause))
+            run.left.append(Exit(at_s, host, local_rank, cause))
             run.spending.failed |= not how.in_order
         case ev.HostLost(host=host, cause=cause):
-            run.left.append(Departure(at_s, host, None, cause))
+            run.left.append(Exit(at_s, host, None, cause))
             run.spending.failed = True
         case ev.Checkpoint():
             step, path, size, took_s = event.step, event.path, event.bytes, event.seconds
@@ -429,7 +429,7 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
             made = Checkpoint(at_s, step, path, size, took_s, blocked_s, not_finite)
             run.checkpoints.append(made)
         case ev.Saved():
-            run.saved[event.name] = SavedFile(at_s, event.step, event.bytes)
+            run.saved[event.name] = NewestSave(at_s, event.step, event.bytes)
         case ev.Restored():
             run.steps, run.examples = event.step, event.examples
             run.last.update({"step": run.steps, "examples": run.examples})
@@ -467,7 +467,7 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
 def _times(run: RunSummary, events: Sequence[ev.ReadEvent]) -> list[float]:
     """Note the times of events; return them from the start of the run [s].
 
-    A clock that was set back stands still meanwhile.
+    A clock that was set back stops meanwhile.
     """
     times = [event.t for event in events]
     if run.started is None or run.ended is None:

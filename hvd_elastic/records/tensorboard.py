@@ -106,7 +106,7 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
                 self._warned = True
                 self._warn(
                     f"cannot write for TensorBoard into {self._folder}: {error.strerror}. The run "
-                    "goes on without; free space on that disk or mend its permissions."
+                    "continues without; free space on that disk or fix its permissions."
                 )
 
     def __exit__(self, *error: object) -> None:

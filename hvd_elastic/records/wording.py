@@ -155,7 +155,7 @@ def _words(event: ev.ReadEvent) -> tuple[str, str] | None:
             silent, grace = duration_words(silent_s), duration_words(grace_s)
             text = (
                 f"no host was heard of for {silent}: this machine is cut off, or all of them are "
-                f"gone. Training goes on without a leader for {grace}; trying to reach them"
+                f"gone. Training continues without a leader for {grace}; trying to reach them"
             )
             return text, "bad"
         case ev.Waiting(reason=reason):
@@ -203,7 +203,7 @@ def _words(event: ev.ReadEvent) -> tuple[str, str] | None:
             return f"training ends after step {step}, as rank {rank} has asked: {reason}", "note"
         case ev.TrainingGoesOn(step=step):
             lost = "the ranks that had agreed to end it are lost"
-            return f"training goes on after step {step}: {lost}", "note"
+            return f"training continues after step {step}: {lost}", "note"
         case ev.CommandDone(ok=False, message=message):
             return f"could not do as asked: {message}", "bad"
         case ev.CommandDone(message=message) if message:
@@ -308,7 +308,7 @@ def state_words(
 
     Args:
         until: time until which the hosts train on without a leader [Unix s].
-        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
+        resume: command with which it continues; empty: ``hvd-elastic run --resume``.
     """
     resume = resume or f"hvd-elastic run --resume {summary.run_id}"
     words = {
@@ -316,7 +316,7 @@ def state_words(
             "the leader is gone, and the hosts train on without one until about "
             f"{clock_words(until)}; take them over with: {resume}"
         ),
-        "died": f"died: no live leader; go on with: {resume}",
+        "died": f"died: no live leader; resume with: {resume}",
         "never began": "never began: its leader ended before the first event",
         "waiting": summary.waiting,
         "running": f"running: {summary.cut_off}" if summary.cut_off else "running",
@@ -437,7 +437,7 @@ def status_rows(
     Args:
         until: time until which the hosts train on without a leader [Unix s].
         now: present time [Unix s].
-        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
+        resume: command with which it continues; empty: ``hvd-elastic run --resume``.
     """
     failure = checkpoint = ""
     plan = summary.batch_plan
@@ -544,17 +544,17 @@ def resume_words(event: ev.RunFinished) -> str:
 
     >>> ended = ev.RunFinished("stopped", "", "r1", 9, 72, 0, True, 9, False)
     >>> resume_words(ended)
-    'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
+    'its checkpoint is of step 9; resume with: hvd-elastic run --resume r1'
     >>> ended.checkpoint_step = 7
     >>> resume_words(ended)
-    'its checkpoint is of step 7, so 2 steps will be done again; go on with: hvd-elastic run --resume r1'
+    'its checkpoint is of step 7, so 2 steps will be done again; resume with: hvd-elastic run --resume r1'
     >>> ended.checkpoint_step = None
     >>> resume_words(ended)
-    'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
+    'it has no checkpoint here: --resume continues from one that is still on a host, or starts from scratch'
     >>> ended.resume = "sbatch x"
     >>> ended.checkpoint_step = 9
     >>> resume_words(ended)
-    'its checkpoint is of step 9; go on with: sbatch x'
+    'its checkpoint is of step 9; resume with: sbatch x'
     """  # noqa: E501
     steps, step = event.steps, event.checkpoint_step
     if event.status == "succeeded" or event.led_elsewhere:
@@ -563,12 +563,12 @@ def resume_words(event: ev.RunFinished) -> str:
         return ""  # nothing was trained, and the cause of the failure is enough
     if step is None:
         return (
-            "it has no checkpoint here: --resume goes on from one that is still on a host, "
-            "or begins anew"
+            "it has no checkpoint here: --resume continues from one that is still on a host, "
+            "or starts from scratch"
         )
     undone = f", so {count(steps - step, 'step')} will be done again" if step < steps else ""
     command = event.resume or f"hvd-elastic run --resume {event.run_id}"
-    return f"its checkpoint is of step {step}{undone}; go on with: {command}"
+    return f"its checkpoint is of step {step}{undone}; resume with: {command}"
 
 
 def outcome_words(

@@ -48,7 +48,7 @@ class Accumulator(Mapping[str, float]):
 
     If a rank dies, what it has added since the last :meth:`synchronize` is lost; what was
     synchronised is kept through failures and in checkpoints. So divide by what was counted, as
-    :meth:`mean` does, and not by the length of the data set. Call :meth:`synchronize` more often to
+    :meth:`mean` does, and not by the length of the dataset. Call :meth:`synchronize` more often to
     lose less; a rank that is asked to leave loses nothing. Tensors stay on their device until
     :meth:`synchronize`.
 

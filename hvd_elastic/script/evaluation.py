@@ -1,6 +1,6 @@
-"""Evaluates a data set on all ranks with exact counts, for every frontend: ``hvd.evaluate``.
+"""Evaluates a dataset on all ranks with exact counts, for every frontend: ``hvd.evaluate``.
 
-The data set is divided into batches at the same examples whatever the number of ranks, and each
+The dataset is divided into batches at the same examples whatever the number of ranks, and each
 rank computes a contiguous range of whole batches. No example is read twice, none is padding, and an
 example is always computed in the same batch. The sums of the batches are added exactly, so the
 result does not depend on the number of ranks.
@@ -36,7 +36,7 @@ def evaluate(
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> dict[str, float]:
-    """Return the mean of each metric over a data set, computed by all ranks together.
+    """Return the mean of each metric over a dataset, computed by all ranks together.
 
     Each example is read once, by one rank, and all ranks return the same numbers. These do not
     depend on the number of ranks: the batches are the same, and their sums are added exactly. All
@@ -48,7 +48,7 @@ def evaluate(
 
     Args:
         model: model of PyTorch, on one device; or one of Keras, or what is called with inputs.
-        dataset: map-style data set, with TensorFlow arrays or an object read by index as for
+        dataset: map-style dataset, with TensorFlow arrays or an object read by index as for
             ``hvd.dataset``, the same on all ranks; for other batches than (inputs, targets) give
             ``forward``.
         metrics: functions by name. Each returns one number for each example of a batch, of shape
@@ -62,7 +62,7 @@ def evaluate(
 
     Raises:
         ScriptError: an argument is not valid, a metric does not return one number for each example,
-            or the data set has other lengths on other ranks.
+            or the dataset has other lengths on other ranks.
 
     >>> def correct(outputs, targets):      # doctest: +SKIP
     ...     return outputs.argmax(1) == targets
@@ -134,7 +134,7 @@ def _pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _check_same(communicator: Communicator, examples: int, batch_size: int) -> None:
-    """Raise ScriptError unless all ranks cut the data set into the same batches."""
+    """Raise ScriptError unless all ranks cut the dataset into the same batches."""
     own = np.array([[examples, batch_size]])
     rows = np.asarray(communicator.gather(own, f"user.{_NAME}"))
     if (rows != rows[0]).any():

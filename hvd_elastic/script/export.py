@@ -76,7 +76,7 @@ def compare_outputs(name: str, expected: Sequence[Any], found: Sequence[Any]) ->
         limit = _ABSOLUTE + _RELATIVE * np.abs(own).max(initial=0)
         if not apart <= limit:
             raise ScriptError(
-                f"hvd.export: outputs of {name} differ from those of the model by {apart:.3g}, "
+                f"hvd.export: outputs of {name} differ from the model's by {apart:.3g}, "
                 f"more than {limit:.3g}; it was not saved. Layers that draw random numbers in "
                 "evaluation mode do that"
             )

@@ -7,19 +7,12 @@ is repeated as a whole if a rank is lost in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Protocol
 
+from hvd_elastic.script.run import Loader
 from hvd_elastic.worker import context
 from hvd_elastic.worker.progress import AFTER_LOOP, Phase
-
-
-class Loader(Protocol):
-    """Our loader of a framework."""
-
-    def batches(self, enough: Callable[[], bool]) -> Iterator[Any]:
-        """See :meth:`hvd_elastic.script.run.Loader.batches`."""
 
 
 class Place:
@@ -54,7 +47,7 @@ class Library(Protocol):
         """Do what follows a part, on all ranks; sets ``place.begun`` False after an epoch."""
 
 
-def train_by_parts(library: Library, loader: Loader) -> None:
+def train_by_parts(library: Library, loader: Loader[Any]) -> None:
     """Train until the library is done; the training function calls it, again after a failure."""
     ctx, place = context.current(), library.place
     rollback, worker = ctx.rollback, ctx.worker

@@ -43,7 +43,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
     Attributes:
         checkpoint: file with the weights, on at least one of the hosts; empty: the script's own.
-        data: folder or URL of the data set, on every host; empty: the script's own.
+        data: folder or URL of the dataset, on every host; empty: the script's own.
         done: ranges of examples, [begin, end), whose outputs are there already, in order.
     """
 
@@ -59,7 +59,7 @@ def asked_prediction() -> Prediction:
 
 
 def _data_of(data: Any, asked: Prediction) -> Any:
-    """Return the data set: ``data``, or what it makes of the folder that was asked for.
+    """Return the dataset: ``data``, or what it makes of the folder that was asked for.
 
     Raises:
         ScriptError: it is a function, and no folder was given.
@@ -75,10 +75,10 @@ def _data_of(data: Any, asked: Prediction) -> Any:
 
 
 class Missing:
-    """The examples of a data set whose outputs are missing, as a data set.
+    """The examples of a dataset whose outputs are missing, as a dataset.
 
     Args:
-        dataset: data set, read by index.
+        dataset: dataset, read by index.
         examples: its length.
         done: ranges of examples that are there already, in order.
     """
@@ -103,7 +103,7 @@ class Missing:
         return self._dataset.__getitems__([self.index(position) for position in positions])
 
     def index(self, position: int) -> int:
-        """Return the index in the whole data set of a position among the missing examples."""
+        """Return the index in the whole dataset of a position among the missing examples."""
         number = bisect_right(self._ends, position)
         return self._gaps[number][position - self._ends[number]]
 
@@ -149,7 +149,7 @@ def predict(
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> None:
-    """Compute the outputs of a model for all examples of a data set, on all hosts together.
+    """Compute the outputs of a model for all examples of a dataset, on all hosts together.
 
     It is the whole work of a script that ``hvd-elastic predict`` starts: it loads the weights, and
     saves the outputs of every batch as a file. Hosts may join, leave and die meanwhile; each
@@ -157,11 +157,11 @@ def predict(
 
     Args:
         model: model on this rank's device (with PyTorch ``hvd.device()``); with TensorFlow built.
-        data: map-style data set (with TensorFlow what ``hvd.dataset`` takes), or a function that
+        data: map-style dataset (with TensorFlow what ``hvd.dataset`` takes), or a function that
             makes one of the folder given with ``--data``.
         forward: returns the outputs of a batch on the model's device: one tensor, or a dict of
             tensors by name, each with a row for each example. By default the model is given the
-            batch, or its first part where the data set gives several (inputs and label).
+            batch, or its first part where the dataset gives several (inputs and label).
         batch_size: examples of a batch over all ranks together, and of a file of outputs, >= 1.
         num_workers, collate_fn: as in PyTorch's loader.
 
@@ -196,7 +196,7 @@ def _inputs_of(batch: Any) -> Any:
 
 
 def _save_total(ctx: Context, missing: Missing) -> None:
-    """Save the number of examples of the whole data set."""
+    """Save the number of examples of the whole dataset."""
     text = msgspec.json.encode({"examples": missing.examples})
     save_file(ctx.worker, TOTAL_FILE, lambda file: file.write(text))
 

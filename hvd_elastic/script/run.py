@@ -95,7 +95,7 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
     if ctx.has_trained:
         raise ScriptError(
             f"{name}() is a second training in this script, which has one: it is where hosts join, "
-            "a failure is undone, and a resumed run goes on. Put all phases into one function "
+            "a failure is undone, and a resumed run continues. Put all phases into one function "
             "under @hvd.run, one loop after the other: `for epoch in hvd.epochs(10)` and then "
             "`for epoch in hvd.epochs(15)` for five epochs more, or with hvd.steps. For a new "
             "State or another data set start another script, which begins with "
@@ -148,7 +148,7 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
 
 
 def _end_as_killed(worker: Worker, killed: str) -> NoReturn:
-    """End this process as if it had been killed itself: the others go on, and it is replaced.
+    """End this process as if it had been killed itself: the others continue, and it is replaced.
 
     Else its error would count as one of the script, and end the run on all hosts.
     """
@@ -272,7 +272,7 @@ def _steps(count: int, loader: Loader[Batch]) -> Iterator[Batch]:
 def stop(reason: str) -> None:
     """End training early, on all ranks after the same step; any rank may call it.
 
-    The call returns at once, and the script goes on as before. The ranks learn of it with the
+    The call returns at once, and the script continues as before. The ranks learn of it with the
     gradients of a step, at the latest the next one, or where ``epochs()`` turns to the next epoch.
     Then the loops over the loader, ``epochs()`` and ``steps()`` end on all of them, and the code
     after the loops runs. The run has succeeded; its records tell the reason.
@@ -377,7 +377,7 @@ def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
 def static_rank_lost(ctx: Context, error: Exception) -> RunError:
     """Return the error of a training whose ranks stay the same, after one of them is lost."""
     return RunError(
-        f"rank {ctx.worker.rank} cannot go on, since another rank has ended or "
+        f"rank {ctx.worker.rank} cannot continue, since another rank has ended or "
         f"cannot be reached ({error}). What that one said before tells why; with ranks that stay "
         "the same the job ends with it"
     )

@@ -46,7 +46,7 @@ class Session:
         if ctx.has_trained:
             raise ScriptError(
                 f"{self._name} is a second training in this script, which has one: it is where "
-                "hosts join, a failure is undone, and a resumed run goes on. Train in one call, "
+                "hosts join, a failure is undone, and a resumed run continues. Train in one call, "
                 "with more epochs, and change the learning rate in it by a schedule or a callback. "
                 "For another compile(), as after layers were unfrozen, start another script, which "
                 f"begins with {ctx.worker.frontend.module}.load_model(run, model)"

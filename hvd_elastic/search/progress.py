@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hvd_elastic import run_events as ev
 from hvd_elastic.config import runs_folder
-from hvd_elastic.jobs.job import Job, JobStatus
+from hvd_elastic.jobs.job import CancelCause, Job, JobStatus
 from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.search.trials import Point, Trial, TrialStatus
@@ -70,8 +70,13 @@ class TrialProgress:
     def of(self, trial: Trial, job: Job, now: float) -> Trial:
         """Return a trial as its job and its reports are."""
         status = _STATUSES[job.status]
+        cause = job.request.cancelled and job.request.cancelled.cause
         if job.status.active and job.request.hold:
             status = TrialStatus.HELD
+        elif job.status is JobStatus.CANCELLED and cause is CancelCause.AT_RUNG:
+            status = TrialStatus.PRUNED
+        elif job.status is JobStatus.CANCELLED and cause is CancelCause.TRAINED:
+            status = TrialStatus.DONE  # its last checkpoint failed
         return replace(
             trial,
             status=status,

@@ -22,8 +22,9 @@ from hvd_elastic.search.trials import Decision, Point, Rules, Trial, TrialStatus
 
 _HIGHER = 1.5
 """Priority of a trial relative to one that has reached one rung less: it has proved to be good."""
-_BEST = 1.25
-"""Priority of the best trial of a rung relative to the last one that goes on from there."""
+_BEST = 2.0
+"""Priority of the best of the trials that go on from a rung, by their newest reports, relative to
+the last one: what has fallen behind since the rung, or diverged, takes no slots from the others."""
 _SETTLED_S = 30.0
 """Time after a trial has reached a rung until which slots move [s]."""
 
@@ -75,7 +76,7 @@ def decide(
         end=tuple(trial.number for trial in end),
         priorities={trial.number: standing.priority(trial) for trial in train},
         add=add,
-        reasons={trial.number: standing.reason(trial) for trial in active},
+        reasons={t.number: words for t in trials if (words := standing.reason(t))},
         finished=finished,
     )
 
@@ -123,6 +124,13 @@ def judged_value(rules: Rules, trial: Trial) -> float:
     if value is not None:
         return value
     return trial.points[-1].value if trial.points else math.nan
+
+
+def judged_examples(rules: Rules, trial: Trial) -> float:
+    """Return the useful examples at which :func:`judged_value` was reported."""
+    reached = rungs_reached(rules, trial)
+    newest = trial.points[-1].examples if trial.points else 0.0
+    return rules.rung_examples[reached - 1] if reached else newest
 
 
 def rank_trials(rules: Rules, trials: Sequence[Trial]) -> list[Trial]:
@@ -179,6 +187,8 @@ class _Standing:
         self._reached = {number: len(each) for number, each in times.items()}
         self.risen_at = max((at for each in times.values() for at in each), default=0.0)
         self._rungs: list[_Rung] = []
+        self._climbing: dict[int, list[int]] = {}
+        """Trials that go on by rungs that they have reached, the best newest report first."""
         for rung, examples in enumerate(rules.rung_examples):
             scores = _scores(rules, trials, examples)
             ranked = sorted(scores, key=lambda number: (-scores[number], number))
@@ -188,6 +198,9 @@ class _Standing:
             )
             best = len(ranked) // rules.reduction
             self._rungs.append(_Rung(ranked, best if may_come else max(best, 1)))
+        climbing = [trial for trial in trials if trial.points and self.goes_on(trial)]
+        for trial in sorted(climbing, key=lambda each: -rules.score(each.points[-1].value)):
+            self._climbing.setdefault(self._reached[trial.number], []).append(trial.number)
 
     def is_done(self, trial: Trial) -> bool:
         """Return whether a trial has reached the last rung."""
@@ -209,19 +222,23 @@ class _Standing:
         reached = self._reached[trial.number]
         if reached == 0:
             return 1.0
-        worse = self._place(trial) / max(self._rungs[reached - 1].best, 1)
+        climbing = self._climbing[reached]
+        worse = climbing.index(trial.number) / len(climbing)
         return round(_HIGHER**reached * _BEST ** (1 - worse), 2)
 
     def reason(self, trial: Trial) -> str:
-        """Return in words why a trial trains, is held or is done."""
+        """Return in words why a trial trains, is held or is done; empty: no rung decides that."""
         examples, reached = self._rules.rung_examples, self._reached[trial.number]
-        if reached == 0:
+        if reached == 0 and trial.status.active:
             return f"trains to rung 1 of {len(examples)}" if examples else "trains to its end"
-        rung = self._rungs[reached - 1]
+        rung = self._rungs[reached - 1] if reached else None
+        if rung is None or trial.number not in rung.ranked:
+            return ""
         at = f"rung {reached} of {len(examples)} ({number_words(round(examples[reached - 1]))} "
         place = f"place {self._place(trial) + 1} of {len(rung.ranked)} at {at}useful examples)"
-        if self.is_done(trial):
-            return f"done: {place}"
+        if self.is_done(trial) or not trial.status.active:
+            state = TrialStatus.DONE if trial.status.active else trial.status
+            return f"{state.value}: {place}"
         if self.goes_on(trial):
             return f"goes on: {place}"
         if rung.best:

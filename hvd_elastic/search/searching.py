@@ -19,16 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.jobs.job import Answer, Cancel, Hold, Hosts, Job, Release, SetPriority, Submit
+from hvd_elastic.jobs.job import (
+    Answer,
+    Cancel,
+    CancelCause,
+    Hold,
+    Hosts,
+    Job,
+    Release,
+    SetPriority,
+    Submit,
+)
 from hvd_elastic.jobs.place import ClusterFolder, clusters_folder
 from hvd_elastic.jobs.rights import open_queue, user_name
 from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.jobs.server import RefusedError, ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.search.progress import TrialProgress
-from hvd_elastic.search.rungs import decide, rank_trials
+from hvd_elastic.search.rungs import decide, judged_value, rank_trials, rungs_reached
 from hvd_elastic.search.space import fill
-from hvd_elastic.search.study import Study
+from hvd_elastic.search.study import Study, StudyError
 from hvd_elastic.search.trials import Decision, Trial, TrialStatus
 
 _ALL_FAIL = 3
@@ -74,7 +84,6 @@ class Search:
         self._ended: list[Trial] = []
         """Trials that have ended since this process began."""
         self._told: dict[int, TrialStatus] = {}
-        self._cancelled: set[int] = set()
         self._failure = self._why = ""
         self._trouble = ""
 
@@ -89,7 +98,7 @@ class Search:
 
         Raises:
             RunError: it has ended since all trials fail, or none reports the metric; or the daemon
-                refuses the trials.
+                refuses the trials, or the journal cannot be read.
         """
         try:
             self.look(now)
@@ -100,13 +109,14 @@ class Search:
             sizes = asked.min_np, asked.max_np
             decision = decide(self.trials, definition.rules, slots, now, *sizes)
             self.reasons |= decision.reasons
-            if len(self._ended) >= _ALL_FAIL:
+            has_trained = any(trial.points or trial.examples for trial in self.trials)
+            if len(self._ended) >= _ALL_FAIL and not has_trained:
                 self._failure = self._failure or self._common_failure(self._ended)
             why = "stopped by its user" if self.study.stop_request.exists() else decision.finished
             if why or self._failure:
                 return self._finish(why)
             self._act(decision)
-        except RefusedError:
+        except (RefusedError, StudyError):
             raise
         except RunError as error:  # the daemon is not there, or its queue cannot be read
             if str(error) != self._trouble:
@@ -183,12 +193,7 @@ class Search:
     def _judged(self, trial: Trial) -> Trial:
         """Return a trial whose job has ended as what it is in the study."""
         definition = self.study.definition
-        rungs = definition.rules.rung_examples
-        is_ours = trial.reason.startswith(f"cancelled by {self._by}")
-        is_whole = trial.status is TrialStatus.DONE or bool(
-            is_ours and rungs and trial.examples >= rungs[-1]
-        )
-        if is_whole and not trial.points:
+        if trial.status is TrialStatus.DONE and not trial.points:
             others = ", ".join(sorted(self._progress[trial.number].others)) or "nothing"
             why = f"it never reported {definition.metric!r}; it reported {others}"
             if not any(other.points for other in self.trials):
@@ -198,19 +203,14 @@ class Search:
                     f"its output: hvd-elastic logs {trial.run_id}"
                 )
             return replace(trial, status=TrialStatus.FAILED, reason=why)
-        reason = trial.reason
-        if is_ours:
-            decided = self.reasons.get(trial.number, "")
-            is_judged = is_whole or decided.startswith("held")
-            reason = (decided if is_judged else self._why) or reason
-        status = TrialStatus.DONE if is_whole else trial.status
-        return replace(trial, status=status, reason=reason)
+        cancelled = self._jobs[trial.number].request.cancelled
+        if cancelled is not None and cancelled.cause is CancelCause.STUDY:
+            return replace(trial, reason=self._why or trial.reason)
+        return trial
 
     def _common_failure(self, ended: Sequence[Trial]) -> str:
-        """Return why the study fails: all that have ended have failed, none trains; empty: no."""
+        """Return why all trials that have ended have failed; empty: they have not."""
         if not ended or any(trial.status is not TrialStatus.FAILED for trial in ended):
-            return ""
-        if any(trial.points or trial.examples for trial in self.trials):
             return ""
         causes = Counter(_NUMBER.sub("#", trial.reason) for trial in ended)
         cause, times = causes.most_common(1)[0]
@@ -223,30 +223,33 @@ class Search:
 
     def _finish(self, why: str) -> str:
         """End all jobs; return why the study has ended when they have."""
-        jobs = [job.number for job in self._jobs.values() if job.status.active]
         self._why = why
-        if jobs:
-            self._ask(Cancel, [number for number in jobs if number not in self._cancelled])
-            self._cancelled.update(jobs)
+        if active := [number for number, job in self._jobs.items() if job.status.active]:
+            self._cancel(active)
             return ""
+        definition = self.study.definition
         for trial in self.trials:
             if trial.status.active:  # it was never submitted
                 self.study.end_trial(replace(trial, status=TrialStatus.STOPPED, reason=why))
         if self.study.stop_request.exists():
             return why
-        failed = [trial for trial in self.trials if trial.status is TrialStatus.FAILED]
-        if failure := self._failure or self._common_failure(failed):
-            raise RefusedError(failure)
-        return why
+        if self._failure:
+            raise RefusedError(self._failure)
+        if any(math.isfinite(judged_value(definition.rules, trial)) for trial in self.trials):
+            return why
+        ended = [trial for trial in self.trials if trial.status is not TrialStatus.STOPPED]
+        raise RefusedError(
+            self._common_failure(ended)
+            or f"the study has ended ({why}), and no trial has reported a number for "
+            f"{definition.metric}. See: hvd-elastic search show {self.study.name}"
+        )
 
     # -- acting ----------------------------------------------------------------------------
 
     def _act(self, decision: Decision) -> None:
         held = {n: job for n, job in self._jobs.items() if job.request.hold}
-        self._ask(Hold, [self._jobs[n].number for n in decision.hold if n not in held])
-        end = {*decision.end, *self._beyond()}
-        ending = [job for n, job in self._jobs.items() if n in end and job.stop is None]
-        self._ask(Cancel, [job.number for job in ending])
+        self._ask(Hold, [self._jobs[n].number for n in decision.hold if n not in held], self._by)
+        self._cancel([*decision.end, *self._beyond()])
         ours = [
             j.number
             for n, j in held.items()
@@ -268,6 +271,24 @@ class Search:
             self.trials.append(trial)
             self._submit(trial)
 
+    def _cancel(self, numbers: Sequence[int]) -> None:
+        """End the jobs of trials, each for its own cause; not those that are being ended."""
+        rules = self.study.definition.rules
+        last = rules.rung_examples[-1:]
+        causes: dict[CancelCause, list[int]] = defaultdict(list)
+        for number in dict.fromkeys(numbers):
+            trial, job = self.trials[number], self._jobs.get(number)
+            if job is None or job.request.cancelled is not None:
+                continue
+            cause = CancelCause.STUDY
+            if last and trial.examples >= last[0]:
+                cause = CancelCause.TRAINED
+            elif trial.status is TrialStatus.HELD and rungs_reached(rules, trial):
+                cause = CancelCause.AT_RUNG
+            causes[cause].append(job.number)
+        for cause, jobs in causes.items():
+            self._ask(Cancel, jobs, self._by, cause)
+
     def _beyond(self) -> list[int]:
         """Return trials that have trained past the last rung and never reported the metric."""
         last = self.study.definition.rules.rung_examples[-1:]
@@ -276,9 +297,8 @@ class Search:
     def _ask(self, kind: type[Any], jobs: Sequence[int], *more: Any) -> None:
         """Ask the daemon to change jobs; those that have ended meanwhile are seen next time."""
         if jobs:
-            by = [self._by] if kind in (Hold, Cancel) else []
             with contextlib.suppress(RefusedError):
-                self._start_if_needed(ask_daemon(self._place, kind([*jobs], *more, *by)))
+                self._start_if_needed(ask_daemon(self._place, kind([*jobs], *more)))
 
     def _submit(self, trial: Trial) -> None:
         """Submit the job of a trial, unless the daemon has it."""

@@ -8,13 +8,13 @@ import re
 import runpy
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hvd_elastic.errors import HvdElasticError, UsageError, raise_together
 
 if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
     from optuna.trial import BaseTrial
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -23,80 +23,55 @@ _PLACEHOLDER = re.compile(rf"\{{(\{{{_NAME.pattern}\}})\}}|\{{({_NAME.pattern})\
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(.*))?")
 _WHOLE = re.compile(r"[-+]?\d+")
+_MOST = 2.0**53
+"""Up to here, every whole number is a floating-point number too."""
+_MOST_POINTS = 100_000
 TRIAL = "trial"
 """Placeholder for the number of the trial."""
 Values: TypeAlias = Mapping[str, Any]
-Suggest: TypeAlias = "Callable[[BaseTrial], Values]"
-"""Chooses the parameters of a trial."""
+Space: TypeAlias = "Mapping[str, BaseDistribution]"
+"""Values of each parameter."""
 
 
-@dataclass(frozen=True)
-class Param:
-    """A parameter that is searched.
+def grid_size(space: Space) -> int:
+    """Return how many points a grid has.
 
-    Attributes:
-        choices: its values; empty: it is a range.
-        low, high: bounds of the range, which belong to it.
-        log: whether values are chosen by their logarithms.
-        step: distance of the values; None: any number, or any whole one if ``whole``.
-        whole: whether values are whole numbers.
+    Raises:
+        UsageError: it has too many, or a parameter has no end of values.
     """
-
-    name: str
-    choices: tuple[str | int | float, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    step: float | None = None
-    whole: bool = False
-
-    def suggest(self, trial: BaseTrial) -> Any:
-        """Return the value of a trial."""
-        if self.choices:
-            return trial.suggest_categorical(self.name, self.choices)
-        if self.whole:
-            step = int(self.step or 1)
-            return trial.suggest_int(
-                self.name, int(self.low), int(self.high), step=step, log=self.log
-            )
-        return trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
-
-    def grid(self) -> list[Any]:
-        """Return all values.
-
-        Raises:
-            UsageError: there is no end of them.
-        """
-        if self.choices:
-            return [*self.choices]
-        if self.log or (self.step is None and not self.whole):
+    size = 1
+    for name, each in space.items():
+        low, high, step = (getattr(each, key, None) for key in ("low", "high", "step"))
+        if low is None or high is None:
+            size *= len(getattr(each, "choices", ()))
+        elif step is None or getattr(each, "log", False):
             raise UsageError(
-                f"--sampler grid tries all values, and {self.name} is a range without a step: list "
-                f"them ({self.name}={self.low:g},{self.high:g}), or give a step "
-                f"({self.name}={self.low:g}..{self.high:g}:STEP)"
+                f"--sampler grid tries all values, and {name} is a range without a step: list "
+                f"them ({name}={low:g},{high:g}), or give a step ({name}={low:g}..{high:g}:STEP)"
             )
-        step = self.step or 1
-        number = math.floor((self.high - self.low) / step + 1e-9) + 1
-        values = [self.low + step * place for place in range(number)]
-        return [int(value) for value in values] if self.whole else values
+        else:
+            size *= math.floor((high - low) / step + 1e-9) + 1
+    if size > _MOST_POINTS:
+        raise UsageError(
+            f"the grid has {size:,} points, and may have {_MOST_POINTS:,}: give larger steps or "
+            "shorter lists, or --sampler random"
+        )
+    return size
 
 
-def grid_size(params: Sequence[Param]) -> int:
-    """Return how many points a grid has; see :meth:`Param.grid` for errors."""
-    return math.prod(len(param.grid()) for param in params)
-
-
-def parse_param(text: str) -> Param:
-    """Return the parameter that a value of ``--param`` describes.
+def parse_param(text: str) -> tuple[str, BaseDistribution]:
+    """Return the name and the values of a parameter, as ``--param`` describes it.
 
     Raises:
         UsageError: it is not valid; the message says what is.
 
     >>> parse_param("lr=1e-4..1:log")
-    Param(name='lr', choices=(), low=0.0001, high=1.0, log=True, step=None, whole=False)
-    >>> parse_param("width=64,128").choices, parse_param("layers=2..8").whole
-    ((64, 128), True)
+    ('lr', FloatDistribution(high=1.0, log=True, low=0.0001, step=None))
+    >>> parse_param("width=64,128")[1], parse_param("layers=2..8")[1]
+    (CategoricalDistribution(choices=(64, 128)), IntDistribution(high=8, log=False, low=2, step=1))
     """
+    from optuna.distributions import CategoricalDistribution
+
     name, equals, values = text.partition("=")
     if not equals or not _NAME.fullmatch(name) or not values:
         raise UsageError(
@@ -109,11 +84,16 @@ def parse_param(text: str) -> Param:
         )
     found = _RANGE.fullmatch(values)
     if found is not None:
-        return _range(text, name, *found.groups())
+        return name, _range(text, name, *found.groups())
     if ".." in values:
         raise UsageError(
             f"--param {text}: the bounds of a range are numbers, such as {name}=1e-4..1 or "
             f"{name}=1..8"
+        )
+    if values[0] in "[({" and values[-1] in "])}":
+        raise UsageError(
+            f"--param {text}: a list has no brackets: {name}={values[1:-1]}. A range has two "
+            f"points: {name}=1e-4..1"
         )
     words = [word.strip() for word in values.split(",")]
     if "" in words or len({*words}) < len(words):
@@ -123,14 +103,16 @@ def parse_param(text: str) -> Param:
             f"--param {text}: one value is nothing to search. Write it into the command, or give "
             "several"
         )
-    return Param(name, tuple(map(_typed, words)))
+    return name, CategoricalDistribution([_typed(word) for word in words])
 
 
-def _range(text: str, name: str, low: str, high: str, how: str | None) -> Param:
+def _range(text: str, name: str, low: str, high: str, how: str | None) -> BaseDistribution:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
     least, most = float(low), float(high)
     step = None
-    if not math.isfinite(most - least):
-        raise UsageError(f"--param {text}: a bound is too large for a number")
+    if not math.isfinite(most - least) or max(-least, most) > _MOST:
+        raise UsageError(f"--param {text}: a bound is above {_MOST:g}, which is too large")
     if not least < most:
         what = "both bounds are equal" if least == most else "the bounds are reversed"
         raise UsageError(f"--param {text}: {what}; give NAME=LOW..HIGH, such as {name}=1e-4..1")
@@ -143,13 +125,15 @@ def _range(text: str, name: str, low: str, high: str, how: str | None) -> Param:
             step = float(how)
         except ValueError:
             step = math.nan
-        if not 0 < step <= most - least:
+        if not (most - least) / _MOST < step <= most - least:
             raise UsageError(
                 f"--param {text}: what follows the range is log, or a step above 0 and at most "
-                f"{most - least:g}"
+                f"{most - least:g}, of which it has at most {_MOST:g}"
             )
     whole = all(_WHOLE.fullmatch(word) for word in (low, high, how) if word not in (None, "log"))
-    return Param(name, (), least, most, how == "log", step, whole)
+    if whole:
+        return IntDistribution(int(low), int(high), log=how == "log", step=int(step or 1))
+    return FloatDistribution(least, most, log=how == "log", step=step)
 
 
 def _typed(word: str) -> str | int | float:
@@ -221,12 +205,7 @@ def fill(command: Sequence[str], values: Values, number: int) -> list[str]:
     return [_PLACEHOLDER.sub(value, word) for word in command]
 
 
-def of_params(params: Sequence[Param]) -> Suggest:
-    """Return a function that chooses a value for each parameter."""
-    return lambda trial: {each.name: each.suggest(trial) for each in params}
-
-
-def of_file(path: Path) -> Suggest:
+def of_file(path: Path) -> Callable[[BaseTrial], Values]:
     """Return the function ``suggest(trial)`` of a file, checked.
 
     It may return the values of the placeholders by name; otherwise they are those that it has
@@ -256,7 +235,10 @@ def of_file(path: Path) -> Suggest:
                 f"{path}: suggest() has returned a {type(values).__name__}; it returns nothing, or "
                 "the values of the placeholders by name"
             )
-        return dict(trial.params if values is None else values)
+        found = dict(trial.params if values is None else values)
+        if wrong := [name for name in found if not isinstance(name, str)]:
+            raise UsageError(f"{path}: suggest() has returned {wrong[0]!r} as a placeholder's name")
+        return found
 
     return suggest
 
@@ -268,7 +250,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except HvdElasticError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError):

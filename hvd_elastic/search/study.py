@@ -16,7 +16,6 @@ import contextlib
 import math
 import os
 import secrets
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import is_locked, take_lock
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.search.rungs import judged_value
-from hvd_elastic.search.space import Param, Suggest, fill, of_file, of_params
+from hvd_elastic.search.space import Space, fill, of_file, parse_param
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ SAMPLERS = ("tpe", "random", "grid", "gp")
 _STATES = {
     TrialStatus.DONE: "COMPLETE",
     TrialStatus.FAILED: "FAIL",
+    TrialStatus.PRUNED: "PRUNED",
     TrialStatus.STOPPED: "PRUNED",
 }
 """How a trial ends, and how Optuna names it."""
@@ -65,8 +65,8 @@ class Definition:
         metric: name of the metric.
         request: the job of a trial, with placeholders in its command.
         cluster: folder of the cluster.
-        params: the parameters; empty: those that the file ``space`` asks for.
-        space: path of that file; None: there is none.
+        params: the parameters, as ``--param`` has them; empty: those that ``space`` asks for.
+        space: path of a file with a function ``suggest``; None: there is none.
         seed: of the sampler.
         token: unlike that of any other study.
     """
@@ -75,7 +75,7 @@ class Definition:
     rules: Rules
     request: JobRequest
     cluster: str
-    params: tuple[Param, ...] = ()
+    params: tuple[str, ...] = ()
     space: str | None = None
     sampler: str = "tpe"
     seed: int = 0
@@ -88,9 +88,9 @@ class Definition:
         return self.request.name
 
     @property
-    def suggest(self) -> Suggest:
-        """Chooses the parameters of a trial; see :func:`of_file` for errors."""
-        return of_params(self.params) if self.space is None else of_file(Path(self.space))
+    def values(self) -> Space:
+        """Values of the parameters."""
+        return dict(map(parse_param, self.params))
 
     @property
     def _options(self) -> bytes:
@@ -120,10 +120,9 @@ def searches_folder() -> Path:
     return home() / "searches"
 
 
-def list_studies() -> list[Study]:
-    """Return the studies of this user, oldest first."""
-    found = [Study(path.parent) for path in searches_folder().glob("*/study.json")]
-    return sorted(found, key=lambda study: study.definition.created)
+def study_names() -> list[str]:
+    """Return the names of the studies of this user."""
+    return sorted(path.parent.name for path in searches_folder().glob("*/study.json"))
 
 
 class Study:
@@ -157,31 +156,37 @@ class Study:
             RunError: the folder cannot be made, or a process searches there.
         """
         folder = searches_folder() / definition.name
-        if (folder / "study.json").exists():
-            found = cls(folder)
-            differing = found.definition.differences(definition)
-            trials = found.trials()
-            is_used = found.is_running or any(t.points or t.status.active for t in trials)
-            if not differing and (is_used or not trials):
-                return found
-            if is_used:
-                are_many = len(differing) > 1 or differing[0].endswith("s")
-                raise UsageError(
-                    f"there is a study {definition.name} already, and {_listed(differing)} "
-                    f"{'differ' if are_many else 'differs'}. Give this one another "
-                    f"--name; the other one goes on with: hvd-elastic search resume {found.name}"
-                )
-            shutil.rmtree(folder)
         try:
             private_folder(searches_folder())
             private_folder(folder)
+            lock = take_lock(folder / "lock")
         except OSError as error:
             raise RunError(
                 f"cannot make the folder {folder}: {error.strerror}. Free space or mend the "
                 "permissions there, or set HVD_ELASTIC_HOME to a folder elsewhere"
             ) from error
-        _write(folder, definition)
-        return cls(folder)
+        with lock or contextlib.nullcontext():
+            if lock is None and not (folder / "study.json").exists():
+                raise _searched(definition.name)  # another process is about to define it
+            if (folder / "study.json").exists():
+                found = cls(folder)
+                differing = found.definition.differences(definition)
+                trials = found.trials()
+                is_used = lock is None or any(t.points or t.status.active for t in trials)
+                if not differing and (is_used or not trials):
+                    return found
+                if is_used:
+                    are_many = len(differing) > 1 or differing[0].endswith("s")
+                    raise UsageError(
+                        f"there is a study {definition.name} already, and {_listed(differing)} "
+                        f"{'differ' if are_many else 'differs'}. Give this one another --name; "
+                        f"the other one goes on with: hvd-elastic search resume {found.name}"
+                    )
+                for path in folder.iterdir():
+                    if path != found._lock:
+                        path.unlink()
+            _write(folder, definition)
+            return cls(folder)
 
     @classmethod
     def open(cls, name: str) -> Study:
@@ -192,7 +197,7 @@ class Study:
         """
         folder = searches_folder() / name
         if "/" in name or not (folder / "study.json").exists():
-            names = ", ".join(study.name for study in list_studies()) or "none"
+            names = ", ".join(study_names()) or "none"
             raise RunError(
                 f"there is no study {name!r} in {searches_folder()}; there is: {names}. Start one "
                 "with: hvd-elastic search --param …"
@@ -209,16 +214,18 @@ class Study:
         """Hold the lock that makes this process the one that writes.
 
         Raises:
-            RunError: another process searches.
+            RunError: another process searches, or another study has this name by now.
         """
         lock = take_lock(self._lock)
         if lock is None:
-            raise RunError(
-                f"a process searches already for study {self.name}. See its trials with: "
-                f"hvd-elastic search show {self.name}   End it with: hvd-elastic search stop "
-                f"{self.name}"
-            )
+            raise _searched(self.name)
         with lock:
+            token, self.definition = self.definition.token, self._read()
+            if self.definition.token != token:
+                raise RunError(
+                    f"another study {self.name} was started meanwhile. See it with: hvd-elastic "
+                    f"search show {self.name}   Give this one another --name"
+                )
             # That of a writer that was killed, for which others would wait for half a minute.
             Path(f"{self._journal}.lock").unlink(missing_ok=True)
             _mend(self._journal)
@@ -235,10 +242,10 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return the trials, by number, as far as the journal tells: those that have ended."""
-        try:
-            kept = self._study.get_trials(deepcopy=False) if self._journal.exists() else []
-        except KeyError:  # its writer has just begun
-            kept = []
+        kept: list[FrozenTrial] = []
+        if self._journal.exists():
+            with contextlib.suppress(_NoStudyYetError), self._readable():
+                kept = self._study.get_trials(deepcopy=False)
         for number, frozen in enumerate(kept):
             if number >= len(self._trials):
                 self._trials.append(_trial_of(frozen))
@@ -266,8 +273,10 @@ class Study:
             view.add_trials(
                 [_seen(each, trial, definition) for each, trial in zip(kept, trials, strict=True)]
             )
-            asked = view.ask()
-            values = dict(definition.suggest(asked))
+            asked = view.ask(dict(definition.values))
+            values = asked.params
+            if definition.space is not None:
+                values = dict(of_file(Path(definition.space))(asked))
             fill(definition.request.words, values, number)  # or else none could be submitted
             made = optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING,
@@ -335,25 +344,33 @@ class Study:
             import optuna
             from optuna.storages.journal import JournalFileBackend, JournalStorage
 
-            with _quiet():
+            with _quiet(), self._readable():
                 storage = JournalStorage(JournalFileBackend(str(self._journal)))
                 if self._is_writer and not storage.get_all_studies():
                     optuna.create_study(
                         storage=storage, study_name=self.name, direction=self._direction
                     )
+                if not storage.get_all_studies():
+                    raise _NoStudyYetError
                 # Not create_study(load_if_exists=True), by which readers would write as well.
                 study = optuna.load_study(study_name=self.name, storage=storage)
             self._opened = storage, study
         return self._opened
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Explain what Optuna raises for a journal that is damaged."""
+        try:
+            yield
+        except (AssertionError, LookupError, TypeError, ValueError) as error:
+            raise _unreadable(self._journal, f"{type(error).__name__}: {error}") from error
 
     def _read(self) -> Definition:
         path = self.folder / "study.json"
         try:
             return msgspec.json.decode(path.read_bytes(), type=Definition)
         except (OSError, msgspec.MsgspecError) as error:
-            raise RunError(
-                f"{path} cannot be read ({error}). Remove the folder, or search under another name"
-            ) from error
+            raise _unreadable(path, str(error)) from error
 
 
 def require_optuna() -> None:
@@ -370,6 +387,27 @@ def require_optuna() -> None:
             "pip install 'hvd-elastic[search]'"
         ) from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # not of dynamic spaces, for one
+
+
+class _NoStudyYetError(Exception):
+    """The journal has no study: its writer has just begun."""
+
+
+class StudyError(RunError):
+    """A file of a study cannot be read."""
+
+
+def _unreadable(path: Path, why: str) -> StudyError:
+    return StudyError(
+        f"{path} cannot be read ({why}). Remove the folder, or search under another name"
+    )
+
+
+def _searched(name: str) -> RunError:
+    return RunError(
+        f"a process searches already for study {name}. See its trials with: hvd-elastic search "
+        f"show {name}   End it with: hvd-elastic search stop {name}"
+    )
 
 
 def _write(folder: Path, definition: Definition) -> None:
@@ -447,8 +485,7 @@ def _sampler(definition: Definition, number: int) -> BaseSampler:
         case "gp":
             return samplers.GPSampler(seed=seed)
         case "grid":
-            grid = {param.name: param.grid() for param in definition.params}
-            return samplers.GridSampler(grid, definition.seed)
+            return samplers.BruteForceSampler(seed)
         case _:
             return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
 

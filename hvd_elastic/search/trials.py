@@ -14,13 +14,15 @@ class TrialStatus(str, enum.Enum):
 
     WAITING: its job waits for slots. RUNNING: its job holds slots. HELD: it was held back at a
     rung, with a checkpoint and without slots. DONE: it reached the last rung, or its script ended.
-    FAILED: its job failed. STOPPED: somebody ended it before.
+    PRUNED: the study ended while it was held. FAILED: its job failed. STOPPED: somebody, or the
+    end of the study, ended it before.
     """
 
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
     DONE = "done"
+    PRUNED = "pruned"
     FAILED = "failed"
     STOPPED = "stopped"
 

@@ -115,7 +115,7 @@ class Control(NamedTuple):
 
 
 class Controls:
-    """A variable with the numbers of the present pass; a change of them traces nothing anew."""
+    """A variable with the numbers of the present pass; a change of them traces nothing again."""
 
     def __init__(self) -> None:
         self.now = Control()

@@ -227,7 +227,7 @@ class _Shares(OrderedLoader):
                     f"hvd.dataset(source): {_named(name)} is {array.dtype.name} of shape "
                     f"{array.shape[1:]} in an example, and {spec.dtype.name} of shape "
                     f"{tuple(spec.shape[1:])} in example 0. All examples need the same types and "
-                    "shapes; hvd.dataset(..., pad=0) fills up those of unequal length"
+                    "shapes; hvd.dataset(..., pad=0) pads examples of unequal length"
                 )
                 show_instead(error)
                 raise error
@@ -342,7 +342,7 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         return self._shares.loop(super().__iter__, enough)
 
     def examples(self) -> Iterator[Any]:
-        """Yield a batch of the first examples, and one of half of them; then refuse to go on."""
+        """Yield a batch of the first examples, and one of half of them; then refuse to continue."""
         shares = self._shares
         most = min(shares._order.batch_size, shares._order.examples)
         for count in (most, max(1, most // 2)):
@@ -371,7 +371,7 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
     def cardinality(self) -> tf.Tensor:
         """Return the number of steps of a whole epoch; if the batch adapts, the most passes.
 
-        Keras never goes on after so many, nor, if that is unknown, after those of its first epoch.
+        Keras never continues after so many, nor, if it is unknown, after those of its first epoch.
         """
         order = self._shares._order
         most = order.examples if order.planner.adapts else order.steps_from(0, 1)

@@ -42,7 +42,7 @@ _WHERE = (
 
 
 class TensorFlowInference(Inference):
-    """See the base class; a data set is what :func:`hvd_elastic.tensorflow.dataset` takes."""
+    """See the base class; a dataset is what :func:`hvd_elastic.tensorflow.dataset` takes."""
 
     state = State
     load_model = staticmethod(load_model)
@@ -52,7 +52,7 @@ class TensorFlowInference(Inference):
     ) -> None:
         if num_workers or collate_fn is not None:
             raise ScriptError(
-                f"{called}: num_workers and collate_fn are those of PyTorch's loader; TensorFlow "
+                f"{called}: num_workers and collate_fn belong to PyTorch's loader; TensorFlow "
                 "reads what hvd.dataset takes, in this process: leave them out"
             )
         self.model, self.dataset = model, DatasetSource(dataset)

@@ -2,7 +2,7 @@
 
 The reductions are nodes of the script's graph. Nothing in it depends on the number of ranks or on
 this rank's share when it is traced: both are in variables, which are set before each step. So a
-change of the world traces nothing anew. Whatever the optimizer's step changes waits for all
+change of the world traces nothing again. Whatever the optimizer's step changes waits for all
 reductions, and keeps its value unless the averages are finite. So if one fails nothing has changed.
 """
 

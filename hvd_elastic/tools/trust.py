@@ -121,7 +121,7 @@ def _assess(result: HostResult[tuple[str, HostKey, KeyState, KnownKey | None]]) 
         assert known_key is not None, "a line says so"
         message = (
             f"the key is {state.value}: see {known_key.path}, line {known_key.line}. If the host "
-            f"was set up anew, remove the old key with: {known_key.removal(name)}  and try again"
+            f"was set up again, remove the old key with: {known_key.removal(name)}  and try again"
         )
         return ShownKey(result.host.name, TrustState.REFUSED, name, key, message)
     known = TrustState.KNOWN if state is KeyState.KNOWN else TrustState.DECLINED

@@ -9,7 +9,7 @@ import torch
 
 _PIECE = 4 << 20
 """Most elements sent at a time: Horovod allocates memory for what is received, and memory of more
-than 32 MB is mapped anew each time, which takes longer than the sum."""
+than 32 MB is mapped again each time, which takes longer than the sum."""
 
 
 class Compression(Enum):

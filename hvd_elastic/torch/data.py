@@ -53,7 +53,7 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
     all finish a step at the same time; the gradient is still that of the global batch.
 
     Args:
-        dataset: map-style data set, with ``__getitem__`` and ``__len__`` (and ``__getitems__``,
+        dataset: map-style dataset, with ``__getitem__`` and ``__len__`` (and ``__getitems__``,
             which is used if present). All ranks must see the same examples at the same indices.
             If it has ``blocks`` (:class:`hvd_elastic.model.sharding.Blocks`), as a
             :class:`hvd_elastic.data.ShardDataset` has, the order of an epoch is random within a

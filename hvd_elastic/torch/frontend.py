@@ -255,7 +255,7 @@ class _OptimizerWatch:
             f"the {kind} that takes a step at {script_line()} was not given to "
             "hvd.DistributedOptimizer and is not in the State: gradients of its "
             f"{count(len(parameters), 'parameter')}{shape}, are not averaged, so every rank trains "
-            "values of its own, and those of rank 0 are no better than the others. Give it to "
+            "values of its own, and rank 0's are no better than the others'. Give it to "
             "hvd.DistributedOptimizer(...), and put it into the State"
         )
         if worker.audit or lasts:

@@ -46,10 +46,10 @@ class TensorPickler(pickle.Pickler):
 
 
 class LoaderSource(IndexedSource):
-    """Reads a data set for a loader.
+    """Reads a dataset for a loader.
 
     Args:
-        dataset: the script's data set.
+        dataset: the script's dataset.
         collate: the script's collate function.
         seed: seed of the data order.
         started: called in a process that was forked to read, with its number.
@@ -74,7 +74,7 @@ class LoaderSource(IndexedSource):
 
     def start(self, number: int, count: int) -> None:
         torch.set_num_threads(1)  # as in PyTorch's loader: each core has a process of its own
-        # For get_worker_info(), by which a worker_init_fn finds the data set.
+        # For get_worker_info(), by which a worker_init_fn finds the dataset.
         worker._worker_info = worker.WorkerInfo(
             id=number, num_workers=count, seed=torch.initial_seed(), dataset=self._dataset
         )

@@ -52,7 +52,7 @@ def LocalOptimizer(  # noqa: N802  (as DistributedOptimizer)
         fragments: number of parts of the parameters that are averaged one after the other, each
             once in ``every`` batches (streaming DiLoCo). A failure repeats the batches since the
             last of them.
-        delay: batches for which training goes on while a part is being sent.
+        delay: batches for which training continues while a part is being sent.
         mix: part of a rank's own parameters in what it goes on with, from 0 to below 1. With 0 the
             batches of the delay are not learnt from where they change that part of the parameters.
 
@@ -71,7 +71,7 @@ def LocalOptimizer(  # noqa: N802  (as DistributedOptimizer)
     call = "LocalOptimizer"
     every = require_whole("every", every, 1, "batches after which the ranks meet", call)
     fragments = require_whole("fragments", fragments, 1, "parts averaged one after the other", call)
-    delay = require_whole("delay", delay, 0, "batches for which training goes on meanwhile", call)
+    delay = require_whole("delay", delay, 0, "batches for which training continues meanwhile", call)
     parameters = [each for group in inner.param_groups for each in group["params"]]
     if outer is None:
         groups = [{"params": list(group["params"])} for group in inner.param_groups]
@@ -110,7 +110,7 @@ def _check_streaming(every: int, fragments: int, delay: int, mix: Any, trained: 
     if not isinstance(mix, int | float) or not 0 <= mix < 1:
         raise ScriptError(
             f"LocalOptimizer(mix={mix!r}): give a number from 0 to below 1, the part of a "
-            "rank's own parameters in what it goes on with, such as mix=0.5"
+            "rank's own parameters in what it continues with, such as mix=0.5"
         )
     if fragments > trained:
         raise ScriptError(

@@ -106,7 +106,7 @@ class LocalAverager(GradientAverager):
             ctx.worker.warn_once(
                 f"hvd.LocalOptimizer: an epoch has {done} batches, fewer than a period, and with "
                 "hvd.epochs() a period ends with the epoch at the latest, so the ranks meet after "
-                f"{done} batches. With hvd.steps(count, loader) periods go on over the epochs",
+                f"{done} batches. With hvd.steps(count, loader) periods continue across epochs",
                 of="epochs shorter than a period",
             )
 

@@ -41,8 +41,9 @@ from hvd_elastic.worker.step import Stage
 
 _CHANGED_BEFORE_STEP = (
     "the script changes {!r} in the loop body before optimizer.step(). If a rank fails before that "
-    "step, the others go on with the changed values, and a checkpoint that is being copied is not "
-    "written. Change parameters right after optimizer.step(). For gradients at other values, as in "
+    "step, the others continue with the changed values, and a checkpoint that is being copied is "
+    "not written. Change parameters right after optimizer.step(). For gradients at other values, "
+    "as in "
     "SAM, leave the parameters alone: torch.func.functional_call(model, changed_copies, inputs)"
 )
 

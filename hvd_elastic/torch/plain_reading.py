@@ -30,7 +30,7 @@ class PlainReading:
     persistent workers are given other passes.
 
     Args:
-        dataset: the script's data set.
+        dataset: the script's dataset.
         collate: the script's collate function.
         seed: seed of the data order.
         options: further arguments of PyTorch's loader, with its ``generator``.
@@ -142,7 +142,7 @@ class PlainReading:
 
     def _make_inner(self, audit: bool) -> TorchDataLoader[Any]:
         dataset: Any = _WantedPasses(self._dataset, self._wanted, tells=audit)
-        passes: Any = self._passes  # PyTorch hands each on to the data set as it is
+        passes: Any = self._passes  # PyTorch hands each on to the dataset as it is
         collate: Any = _Collate(self._collate)
         return TorchDataLoader(dataset, batch_sampler=passes, collate_fn=collate, **self._options)
 
@@ -175,7 +175,7 @@ class _WantedPasses:
     """Data set for PyTorch that reads the passes of the script's, if they are still wanted.
 
     Args:
-        dataset: the script's data set.
+        dataset: the script's dataset.
         wanted: number of the reading whose passes are wanted.
         tells: whether to return the indices that were really read.
     """
@@ -220,7 +220,7 @@ class _Collate:
 
 
 def _start_process(then: Callable[[int], None], number: int) -> None:
-    """Let a process begin: its ``worker_init_fn`` sees the script's data set."""
+    """Let a process begin: its ``worker_init_fn`` sees the script's dataset."""
     info: Any = get_worker_info()
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.dataset

@@ -207,7 +207,7 @@ class Reductions:
         """Begin to reduce a number in place of the first bucket, with another shape.
 
         Args:
-            unaveraged: the step is not left out, but goes on in ``no_sync()``: one more shape.
+            unaveraged: the step is not left out, but continues in ``no_sync()``: one more shape.
         """
         device = next(iter(self._group_of)).device
         number = torch.zeros((1,) * (3 + unaveraged), dtype=torch.float32, device=device)

@@ -112,7 +112,7 @@ def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRSchedul
         worker.warn(
             f"scheduler {names} of this optimizer is not in the State: after a failure it would "
             "keep steps that are done again, and in a worker that joins, or a run that is resumed, "
-            "begin anew, so the learning rate would be wrong. Give it to the State: "
+            "start again, so the learning rate would be wrong. Give it to the State: "
             "hvd.State(model=..., optimizer=..., scheduler=scheduler)"
         )
     return forgotten

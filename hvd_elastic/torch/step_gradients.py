@@ -363,7 +363,8 @@ class StepGradients:
             else "put every backward() of a step but the last into `with optimizer.no_sync():`"
         )
         raise ScriptError(
-            f"the gradient of {self.names.get(parameter)!r} holds that of an earlier batch, after "
+            f"the gradient of {self.names.get(parameter)!r} holds the gradient of an earlier "
+            "batch, after "
             "which optimizer.step() was not called. A worker that joins would not have it, and a "
             f"failure would lose it. To accumulate gradients, {accumulate}; if the batch was to be "
             "skipped, call optimizer.zero_grad() before the next backward()"

@@ -76,7 +76,7 @@ class StreamingAverager(LocalAverager):
             number of batches between two fragments.
         parts: number of fragments, of about the same size.
         delay: batches between the beginning of an exchange and the use of its result.
-        mix: part of a rank's own parameters in what it goes on with.
+        mix: part of a rank's own parameters in what it continues with.
     """
 
     gradients_type = FragmentGradients
@@ -155,7 +155,7 @@ class StreamingAverager(LocalAverager):
 
     def _end_period(self) -> None:
         whole = self._ends_whole
-        if whole and self._sent:  # the loop ends before its time: all of it is averaged anew
+        if whole and self._sent:  # the loop ends before its time: all of it is averaged again
             if self._context.worker.communicator.size > 1:
                 self.gradients.reductions.wait()
             self._sent = []

@@ -40,7 +40,7 @@ def check_optimizer(call: str, optimizer: Any, model: Any, compression: Any) -> 
     if any(map(torch.nn.parameter.is_lazy, parameters)):
         raise ScriptError(
             f"{call}() was given a parameter of a lazy module, which has no shape "
-            "yet; call the model once before, with inputs like those of training"
+            "yet; call the model once before, with inputs like in training"
         )
     if hasattr(optimizer, "synchronize"):
         raise ScriptError(

@@ -38,7 +38,7 @@ _REFUSED = {
     "Trainer(..., max_batch_size=1024) adapts the batch, in passes that fit into memory",
     "push_to_hub": "which rank pushes is known in training only. Call trainer.push_to_hub() after "
     "trainer.train(), which rank 0 does",
-    "enable_jit_checkpoint": "a host that is about to go leaves the run, and the others go on. "
+    "enable_jit_checkpoint": "a host that is about to go leaves the run, and the others continue. "
     "Leave it out",
 }
 """Arguments that cannot be used, and why."""
@@ -107,15 +107,15 @@ def check_training() -> None:
     if context.current().has_trained:
         raise ScriptError(
             "trainer.train() is called a second time, and a script has one: it is where hosts "
-            "join, a failure is undone, and a resumed run goes on. Give the first more epochs, or "
-            "start another script, which begins with from_pretrained(...)"
+            "join, a failure is undone, and a resumed run continues. Give the first more epochs, "
+            "or start another script, which begins with from_pretrained(...)"
         )
 
 
 def refuse_foreign(checkpoint: Any, output_dir: str) -> None:
     """Warn of a checkpoint to resume from; raise ScriptError if it is not of this script."""
     says = (
-        "a run goes on where it was, on any hosts, with hvd-elastic run --resume RUN. To begin "
+        "a run resumes where it was, on any hosts, with hvd-elastic run --resume RUN. To begin "
         "with the weights of a folder: from_pretrained(folder)"
     )
     if (

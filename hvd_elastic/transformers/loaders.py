@@ -134,7 +134,7 @@ def _order_of(sampler: Callable[[], Any], seed: int) -> Callable[[int], list[int
 class EvaluationLoader:
     """Gives each rank the batches of an evaluation in turn; all ranks have the same number.
 
-    Batch by batch the ranks' examples in rank order are those of the data set in its order. A rank
+    Batch by batch the ranks' examples in rank order are those of the dataset in its order. A rank
     that has none left in the last round computes a batch again, whose outputs count nowhere.
 
     Args:

@@ -218,7 +218,7 @@ class ElasticMixin:
         """Do nothing at their end of training: :meth:`load_best` has done it."""
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train; a run goes on with ``hvd-elastic run --resume``."""
+        """Train; a run continues with ``hvd-elastic run --resume``."""
         if resume_from_checkpoint:
             refuse_foreign(resume_from_checkpoint, self.args.output_dir)
         return super().train(None, *args, **options)  # type: ignore[misc]

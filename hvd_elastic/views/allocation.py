@@ -66,7 +66,7 @@ def _ticks(whole_s: float) -> str:
 
 
 def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, float]) -> str:
-    """Return the table of all hosts; of a run that goes on with how busy they are."""
+    """Return the table of all hosts; of a run that continues with how busy they are."""
     slots = dict(summary.hosts)
     now = dict(summary.placements[-1][1])
     goes_on = summary.size > 0

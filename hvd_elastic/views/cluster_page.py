@@ -47,7 +47,7 @@ _SIMULATED_S = 86400
 _DAY = len("11-25 ")
 """Length of the day in the time of a decision."""
 _GROWS_S = 5.0
-"""How often bars of jobs that go on grow on a live page [s]."""
+"""How often bars of jobs that continue grow on a live page [s]."""
 _GOLDEN_ANGLE = 137.508
 """Hues at this distance [degrees] stay apart from each other, however many there are."""
 
@@ -407,7 +407,7 @@ class _LiveCluster:
             return ""
         now_s = summary.duration_s
         alive = self._folder.daemon_alive()
-        if alive:  # what goes on grows every few seconds, not with every look
+        if alive:  # what continues grows every few seconds, not with every look
             now_s = max(now_s, (time.time() - summary.started) // _GROWS_S * _GROWS_S)
         reasons = self._read_reasons()
         key = (summary.ended, now_s, alive, reasons)

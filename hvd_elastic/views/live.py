@@ -24,7 +24,7 @@ from hvd_elastic.views.page import cell, escape, progress_bar, read_asset, table
 from hvd_elastic.views.report import status_tone
 
 _ROWS = 100
-"""Most runs on the first page, besides those that go on."""
+"""Most runs on the first page, besides those that continue."""
 _READABLE_S = 600.0
 """Time for which the figures of a run that has ended can be read [s]: so that a scraper that comes
 once in a few minutes sees how it ended."""
@@ -196,7 +196,7 @@ def _run_table(rows: list[dict[str, Any]], of: int) -> str:
         ]
         for row in rows
     ]
-    cut = f"The newest {_ROWS} of {of} runs, and those that go on." if of > len(rows) else ""
+    cut = f"The newest {_ROWS} of {of} runs, and those that still run." if of > len(rows) else ""
     if len(rows) == 1:
         return f'<h1>Runs</h1><section class="runs">{table(heads, cells)}</section>'
     for row, made in zip(rows, cells, strict=True):

@@ -35,7 +35,7 @@ from hvd_elastic.views.report import (
 _FRESH_S = 0.4
 """Age of what was read up to which it is not read again [s]."""
 _READ_S = 0.2
-"""Longest time that is read on at once [s]; then what there is is shown, and reading goes on."""
+"""Longest time that is read on at once [s]; then what there is is shown, and reading continues."""
 _PIECE_BYTES = 1 << 21
 """Bytes that are read together."""
 _ZOOM_BYTES = 64 << 20
@@ -178,7 +178,7 @@ class LiveRun:
         return found
 
     def _charts_of(self, state: str) -> Charts:
-        """Return the charts, made anew where a pixel or more would differ."""
+        """Return the charts, made again where a pixel or more would differ."""
         summary = self._summary
         key = (state, len(summary.sizes), tuple(chart_names(summary)))
         pixel_s = summary.duration_s / MAX_POINTS
@@ -230,7 +230,7 @@ class LiveComparison:
                 return self._rendered[1]
             shown = [replace(s, status=state) for s, state in zip(summaries, states, strict=True)]
             whole_s = max(summary.duration_s for summary in shown)
-            # The charts are made anew where a pixel or more would differ.
+            # The charts are made again where a pixel or more would differ.
             charts_key = (states, [len(s.sizes) for s in shown], int(whole_s / _pixel_s(whole_s)))
             if charts_key != self._charts_key:
                 self._charts, self._charts_key = comparison_charts(shown), charts_key

@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse_other_users()
         if self.server.is_local and self.headers.get("Host") not in self.server.names:
             # Else a foreign name that resolves to this machine could read it (DNS rebinding).
-            why = "this name is not that of the dashboard"
+            why = "this is not the name of the dashboard"
             raise _RefusedError(HTTPStatus.MISDIRECTED_REQUEST, why)
         origin = self.headers.get("Origin")
         if origin is not None and _split(origin).netloc != self.headers.get("Host"):

@@ -220,7 +220,7 @@ class RunView(AbstractContextManager["RunView"]):
 
 
 class LastingView(RunView):
-    """A view for processes that must go on whatever becomes of their output, such as a leader.
+    """A view for processes that must continue whatever becomes of their output, such as a leader.
 
     After a closed window, a pipe whose reader is gone or a full disk, output is lost. A thread
     writes it, so a terminal that is held (Ctrl-S) or a pager that reads no further holds nothing

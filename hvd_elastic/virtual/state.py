@@ -124,7 +124,7 @@ def save_state(folder: Path, state: ClusterState) -> None:
 def unwritable(path: Path, why: str | None) -> VirtualClusterError:
     """Return the error for a file in a cluster's folder that cannot be written."""
     return VirtualClusterError(
-        f"{path} cannot be written: {why}; free space or mend the permissions there, or "
+        f"{path} cannot be written: {why}; free space or fix the permissions there, or "
         "set HVD_ELASTIC_HOME to a folder on another disk"
     )
 

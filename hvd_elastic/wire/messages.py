@@ -269,7 +269,7 @@ class _Reading(_FromWorker):
 
 
 class Dataset(_Reading, tag="dataset"):
-    """Number of examples of the data set and of those that ``drop_last`` drops, for the audit."""
+    """Number of examples of the dataset and of those that ``drop_last`` drops, for the audit."""
 
     n: int
     dropped: int

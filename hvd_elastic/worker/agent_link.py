@@ -38,7 +38,7 @@ _GETENT_UNKNOWN = 2
 """Exit status of ``getent`` for an unknown name."""
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
 _THREADS_END_S = 10.0
-"""Time after the end of the script from which threads that go on are told of [s]."""
+"""Time after the end of the script from which threads that continue are told of [s]."""
 _ASK_AGAIN_S = 60.0
 """Time without an answer after which a saved file is asked for again [s]."""
 _SIGNALS_S = 1.0
@@ -252,7 +252,7 @@ class AgentLink:
     def _read(self) -> None:
         try:
             self._read_all()
-        except Exception:  # else this worker would wait for ever for what the agent says
+        except Exception:  # else this worker would wait forever for what the agent says
             log.exception("messages of the agent cannot be read. This worker ends")
             os._exit(1)
 

@@ -36,7 +36,7 @@ class Averagers:
     def add_averager(self, averager: Averager, *, in_train: bool) -> None:
         """Add an averager in place of those that have a parameter in common with it.
 
-        So a script may make its optimizer anew.
+        So a script may replace its optimizer.
 
         Args:
             averager: the new one.

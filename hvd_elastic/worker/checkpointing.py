@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hvd_elastic.checkpoint.manifests import complete_checkpoint, warning_of_not_finite
 from hvd_elastic.checkpoint.shards import ShardInfo, describe_shard, find_shards
 from hvd_elastic.checkpoint.stream import Content, new_shard
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.worker.worker import Worker
@@ -38,7 +38,7 @@ class Checkpointing:
         self._every_s = worker.options.checkpoint_every_s or worker.sink.checkpoint_every_s
         self._spool = os.environ.get("HVD_ELASTIC_SPOOL") if worker.link is not None else None
         self._folder = self._spool or worker.sink.checkpoint_folder
-        self._writer: ShardWriter | None = None
+        self._writer: CheckpointWriter | None = None
         self._due = float("inf")
         self._asked = False
         self._room_agreed = False
@@ -100,7 +100,7 @@ class Checkpointing:
         if not self._every_s or not self._folder:
             return
         if self._writer is None:
-            self._writer = ShardWriter(
+            self._writer = CheckpointWriter(
                 self._folder, finish=self._finish, on_done=self._done, on_error=self._error
             )
         if self._due == float("inf"):

@@ -7,6 +7,7 @@ does what at which moment; ``rescaling`` takes the process to the next generatio
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import time
@@ -41,7 +42,6 @@ from hvd_elastic.worker.rollback import Rollback
 from hvd_elastic.worker.script_data import ScriptData
 from hvd_elastic.worker.state_parts import StateParts
 from hvd_elastic.worker.step import Pass, Stage, Step
-from hvd_elastic.worker.stopping import agree_on_stop, wants_stop
 from hvd_elastic.worker.worker import Worker
 
 
@@ -236,7 +236,7 @@ class Context:
 
     def _wishes(self) -> list[bool]:
         worker, is_due = self.worker, self.replica_check.is_due
-        return [worker.wants_change, wants_stop(worker), is_due, *self.checkpoints.wishes()]
+        return [worker.wants_change, worker.wants_stop, is_due, *self.checkpoints.wishes()]
 
     def exchange(self) -> None:
         """Wait for the exchange that :meth:`begin_exchange` began; once a step."""
@@ -251,7 +251,7 @@ class Context:
         if step.stage is Stage.VOIDED:
             self.planner.want_review()
         elif stop:
-            agree_on_stop(worker, worker.progress.step + 1)
+            worker.agree_on_stop(worker.progress.step + 1)
         self.replica_check.step_exchanged(is_due=compare)
 
     def _finish_exchange(self) -> tuple[bool, bool]:
@@ -299,7 +299,7 @@ class Context:
         self.optimizer_stepped()
         if collectives:
             if stop:
-                agree_on_stop(worker, worker.progress.step)
+                worker.agree_on_stop(worker.progress.step)
             self.replica_check.step_exchanged(is_due=compare)
 
     def optimizer_stepped(self) -> None:
@@ -489,7 +489,7 @@ class Context:
         self.refuse_open_period()
         worker, step = self.worker, self.step
         if step.ahead is not None and step.ahead.epoch > epoch:
-            return  # a step of several batches goes on in the next epoch
+            return  # a step of several batches continues in the next epoch
         if step.ahead is not None:  # the loop was left within such a step
             self.step_failed()
         self.mark_consumed()
@@ -500,7 +500,7 @@ class Context:
 
     def _exchange_at_turn(self) -> None:
         worker = self.worker
-        stop = wants_stop(worker)
+        stop = worker.wants_stop
         if worker.communicator.size > 1:
             # The same reduction as in a step, so that a rank that has left its loop alone is found.
             turn, place = Step(), worker.progress.place_hash(turn=True)
@@ -508,7 +508,7 @@ class Context:
             turn.begin_exchange(worker, self._wishes, place=place, shared=True, sent_as=sent_as)
             _, stop, *_ = turn.finish_exchange(worker, adapts=False, turn=True)
         if stop:
-            agree_on_stop(worker, worker.progress.step)
+            worker.agree_on_stop(worker.progress.step)
 
     def refuse_open_period(self) -> None:
         """Raise ScriptError if the loop over the loader was left within a period."""
@@ -571,7 +571,7 @@ class Context:
         """Call the step off on all ranks, since a pass did not fit into this rank's memory.
 
         Returns:
-            Whether training can go on, with smaller passes.
+            Whether training can continue, with smaller passes.
         """
         averagers, step = self.worker.averagers, self.step
         if not averagers or step.stage is not Stage.BEGUN or step.has_told:
@@ -630,16 +630,10 @@ class Context:
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))
 
     def script_failed(self, text: str) -> bool:
-        """Report the exception that ends the script; return whether it could be sent."""
-        for name in self.worker.saves.names:
-            if f"No such file or directory: {name!r}" in text:
-                how = f"hvd.load_model({name!r}, model, share=True)"
-                text = f"{text.rstrip()} (hvd.save keeps it in the run folder: {how} loads it)\n"
-        try:
-            self.worker.sink.send(msg.ScriptRaised(text, self.worker.position))
-        except OSError:  # the agent is gone
-            return False
-        return True
+        """Send the last metrics, then report the exception that ends the script."""
+        with contextlib.suppress(OSError):  # the agent is gone
+            self.metrics.script_failed(self._planned)
+        return self.worker.script_failed(text)
 
 
 _context: Context | None = None

@@ -106,7 +106,7 @@ class Frontend(Protocol):
     def inference(
         self, model: Any, dataset: Any, called: str, num_workers: int, collate_fn: Any
     ) -> Inference:
-        """Return a model and a data set for ``hvd.evaluate`` and ``hvd.predict``."""
+        """Return a model and a dataset for ``hvd.evaluate`` and ``hvd.predict``."""
 
     def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
         """Write an object that the script saves under a name; see ``hvd.save``."""
@@ -188,7 +188,7 @@ class Averager(ABC):
 
     @abstractmethod
     def drop_copy(self) -> None:
-        """Drop the copy of parameters and optimizer state, which its next step takes anew."""
+        """Drop the copy of parameters and optimizer state, which its next step takes again."""
 
     @abstractmethod
     def forget(self) -> None:

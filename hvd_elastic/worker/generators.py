@@ -20,7 +20,7 @@ import numpy as np
 _WORDS = 624
 """32-bit words of the state of a Mersenne Twister, which are renewed together."""
 _RENEWALS = 16
-"""Renewals after which another state counts as seeded anew: 10,000 numbers."""
+"""Renewals after which another state counts as seeded again: 10,000 numbers."""
 
 
 class Generator(Protocol):
@@ -39,7 +39,7 @@ class Generator(Protocol):
         """Set it to what :meth:`dump` returned on another rank."""
 
     def is_later(self, state: Any) -> bool:
-        """Return whether it has drawn numbers since a state, and was not seeded anew."""
+        """Return whether it has drawn numbers since a state, and was not seeded again."""
 
 
 class Generators:
@@ -96,7 +96,7 @@ class Generators:
         return {name: self._all[name].copy() for name in self.shared}
 
     def restore(self, states: Mapping[str, Any], *, unless_seeded: bool = False) -> None:
-        """Set generators to earlier states; ``unless_seeded``: not those seeded anew since."""
+        """Set generators to earlier states; ``unless_seeded``: not those seeded again since."""
         for name, state in states.items():
             generator = self._all[name]
             if not unless_seeded or generator.is_later(state):

@@ -11,15 +11,15 @@ import numpy as np
 
 
 class Inference(ABC):
-    """A model that computes outputs and is not trained, and a data set for it.
+    """A model that computes outputs and is not trained, and a dataset for it.
 
-    Args of a frontend's class: model, data set, ``called`` (the function of the script, for
-    messages), ``num_workers`` and ``collate_fn``. It raises ScriptError for a data set that cannot
+    Args of a frontend's class: model, dataset, ``called`` (the function of the script, for
+    messages), ``num_workers`` and ``collate_fn``. It raises ScriptError for a dataset that cannot
     be read by index.
 
     Attributes:
         state, load_model: the frontend's.
-        dataset: the data set, read by index.
+        dataset: the dataset, read by index.
     """
 
     state: type[Any]
@@ -34,7 +34,7 @@ class Inference(ABC):
 
     @abstractmethod
     def shared(self, dataset: Any, batch_size: int) -> Iterable[Any]:
-        """Return this rank's batches of a part of the data set, of the frontend's loader."""
+        """Return this rank's batches of a part of the dataset, of the frontend's loader."""
 
     def given(self, batch: Any) -> Any:
         """Return a batch as the model takes it."""

@@ -1,4 +1,4 @@
-"""Interface of what processes read for a rank: a loader's data set, as batches by index."""
+"""Interface of what processes read for a rank: a loader's dataset, as batches by index."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Skipped(NamedTuple):
 
 
 class Source(Protocol):
-    """A source of batches: a loader with its data set, transform and collate function.
+    """A source of batches: a loader with its dataset, transform and collate function.
 
     Attributes:
-        fields: checksums of the data set; see :class:`DataDigest`.
+        fields: checksums of the dataset; see :class:`DataDigest`.
     """
 
     examples: int

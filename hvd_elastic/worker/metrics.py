@@ -94,7 +94,19 @@ class Metrics:
         if self._reported or self._before or self._worker.progress.skipped > self._told_skipped:
             self.send(planned)
 
-    def send(self, planned: Callable[[], Mapping[str, Any]]) -> None:
+    def script_failed(self, planned: Callable[[], Mapping[str, Any]]) -> None:
+        """Send what was not sent yet; ``planned``: see :meth:`send`.
+
+        What may be on a GPU is left out: to read it may mean to wait for a rank that is gone.
+        """
+        self._values = {name: v for name, v in self._values.items() if _is_in_memory(v)}
+        for names in (self._reported, self._before):
+            for name in names.keys() - self._values.keys():
+                del names[name]
+        if self._reported or self._before:
+            self.send(planned, reads_rate=False)
+
+    def send(self, planned: Callable[[], Mapping[str, Any]], *, reads_rate: bool = True) -> None:
         """Send metrics now, if this is rank 0; ``planned`` returns the planner's metrics."""
         worker, now = self._worker, time.monotonic()
         self._due = now + _INTERVAL_S
@@ -118,7 +130,7 @@ class Metrics:
         )
         if loop_s > 0:
             told.data_wait = round(min(1.0, wait_s / loop_s), 4)
-        rate = worker.averagers.learning_rate()
+        rate = worker.averagers.learning_rate() if reads_rate else None
         if rate is not None:
             told.lr = rate
         if worker.progress.skipped:
@@ -148,6 +160,10 @@ def _one_number(name: str, value: Any) -> Any:
         f"the metric {name!r} is a {what}, and a metric is one number: a Python number, or a "
         f"tensor or array with one element. Give its mean, for example: {name}=float(value.mean())"
     )
+
+
+def _is_in_memory(value: Any) -> bool:
+    return isinstance(value, (int, float)) or "cpu" in str(getattr(value, "device", "")).lower()
 
 
 def _plain(number: Any) -> bool | int | float:

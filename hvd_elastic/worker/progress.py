@@ -55,7 +55,7 @@ class Progress:
         skipped_at: the last of them; -1: there is none.
         skipped_running: number of them running, up to that one.
         looked_at: last step that was called off to be repeated with local checks; -1: none.
-        data: what is compared of the data set of each loader of the script, as a JSON list of
+        data: what is compared of the dataset of each loader of the script, as a JSON list of
             :meth:`DataDigest.described`; "": unknown.
 
     >>> progress = Progress()

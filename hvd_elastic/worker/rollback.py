@@ -132,7 +132,7 @@ class Rollback:
             warning = (
                 f"{call} is called several times in one loop body, or between two calls "
                 "of state.commit(). If a rank fails between these steps, the first of them stay, "
-                "so the result differs from that of an undisturbed training. Give "
+                "so the result differs from an undisturbed training. Give "
                 "DistributedOptimizer(..., several_steps=True), which undoes and repeats the whole "
                 "body"
             )
@@ -220,7 +220,7 @@ class Rollback:
         its effect already, so the state is restored to what it was in the loop, or after it.
 
         Args:
-            in_step: a step of several batches goes on, which began in an earlier loop: a failure
+            in_step: a step of several batches continues, which began in an earlier loop: a failure
                 goes back to its beginning, so nothing is saved.
         """
         worker = self._worker

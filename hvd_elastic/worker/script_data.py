@@ -21,7 +21,7 @@ class ScriptData:
         last_reader: (epoch, generation) and the data order that was read last. One for the whole
             process, as is progress: two loaders in one epoch are an error.
         has_loader: whether steps are the batches of one of them.
-        examples: number of examples in its data set; 0: there is none.
+        examples: number of examples in its dataset; 0: there is none.
         aim: number of steps or epochs that the script trains for, and which of the two; (0, ""):
             not known.
     """
@@ -36,7 +36,7 @@ class ScriptData:
         self._skipped: set[str] = set()
 
     def register(self, examples: int) -> None:
-        """Note a loader whose batches are the steps; ``examples``: those of its data set."""
+        """Note a loader whose batches are the steps; ``examples``: those of its dataset."""
         self.has_loader, self.examples = True, examples
 
     def tell_skipped(self, worker: Worker, skipped: Sequence[Skipped]) -> None:

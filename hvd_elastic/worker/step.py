@@ -313,7 +313,7 @@ class Step:
         if len(orders) > 1:
             _refuse_data_sets(worker)
             raise ScriptError(
-                f"the ranks read different data sets, or one in different orders: "
+                f"the ranks read different datasets, or one in different orders: "
                 f"{'; '.join(orders.values())}. {_READ_ALIKE}"
             )
         each = "; ".join(
@@ -331,7 +331,7 @@ class Step:
         """Gather which ranks do not take the step and raise an error; all ranks call this.
 
         Raises:
-            ScriptError: only some ranks leave it out, or go on under ``no_sync()``; names them.
+            ScriptError: only some ranks leave it out, or continue under ``no_sync()``; names them.
         """
         # Ranks that took the step may be one step further already.
         own = [worker.progress.step + 1 if self.is_left_out else 0, self._passes_unaveraged]
@@ -365,14 +365,14 @@ def _gather_lines(worker: Worker, line: str, name: str) -> list[str]:
 
 
 def _refuse_data_sets(worker: Worker) -> None:
-    """Raise ScriptError if data sets of the same length differ; names the rank and the field."""
+    """Raise ScriptError if datasets of the same length differ; names the rank and the field."""
     lines = _gather_lines(worker, worker.data_sets.described(), "data_sets")
     first, *others = map(json.loads, lines)
     for rank, theirs in enumerate(others, 1):
         for digest, one, other in zip(worker.data_sets.digests, first, theirs, strict=False):
             if field := difference(one, other):
                 raise ScriptError(
-                    f"the ranks read different data sets: those of ranks 0 and {rank} differ in "
+                    f"the ranks read different datasets: those of ranks 0 and {rank} differ in "
                     f"{field!r} of {digest.words}. {ALIKE}"
                 )
 

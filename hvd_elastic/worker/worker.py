@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NewType
 
+import numpy as np
+
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
     drop_spooled,
@@ -26,7 +28,7 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.errors import CheckpointError, ScriptError
-from hvd_elastic.run_events import Warned
+from hvd_elastic.run_events import TrainingStopped, Warned
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.worker.agent_link import AgentLink, worker_options
 from hvd_elastic.worker.averagers import Averagers
@@ -62,7 +64,7 @@ class DataSets:
     digests: list[DataDigest] = field(default_factory=list)
 
     def described(self) -> str:
-        """Return what is compared of the data sets; see :attr:`Progress.data`."""
+        """Return what is compared of the datasets; see :attr:`Progress.data`."""
         return json.dumps([digest.described() for digest in self.digests])
 
 
@@ -112,7 +114,7 @@ class Worker:
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
-        data_sets: data sets of the script's loaders.
+        data_sets: datasets of the script's loaders.
         generators: global generators of random numbers.
         in_train: whether the training function runs.
         saves: files that the script has saved.
@@ -265,6 +267,38 @@ class Worker:
     @cached_property
     def _warned_of(self) -> set[str]:
         return set()
+
+    @property
+    def wants_stop(self) -> bool:
+        """Return whether this rank asks for the end of training, and the ranks have not agreed."""
+        return bool(self.stop_reason) and not self.progress.stopped
+
+    def agree_on_stop(self, step: int) -> None:
+        """End training after ``step`` on all ranks: a collective, called once any rank asks for it.
+
+        The lowest rank that asks gives the reason.
+        """
+        own = np.frombuffer(f"{self.stop_reason}\n".encode(), np.uint8).copy()
+        gathered = self.communicator.gather(own, "hvd_elastic.stop").tobytes().decode()
+        rank, reason = next((r, each) for r, each in enumerate(gathered.split("\n")) if each)
+        self.progress.stopped = True
+        if self.rank == 0:
+            self.sink.send(TrainingStopped(step, rank, reason))
+            if self.link is None:  # else the leader shows it
+                text = "training ends after step %d, as rank %d has asked: %s"
+                log.warning(text, step, rank, reason)
+
+    def script_failed(self, text: str) -> bool:
+        """Report the exception that ends the script; return whether it could be sent."""
+        for name in self.saves.names:
+            if f"No such file or directory: {name!r}" in text:
+                how = f"hvd.load_model({name!r}, model, share=True)"
+                text = f"{text.rstrip()} (hvd.save keeps it in the run folder: {how} loads it)\n"
+        try:
+            self.sink.send(msg.ScriptRaised(text, self.position))
+        except OSError:  # the agent is gone
+            return False
+        return True
 
     @property
     def wants_change(self) -> bool:

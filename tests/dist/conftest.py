@@ -85,3 +85,27 @@ def shared_jobs(stage: Stage, style: str) -> Iterator[list[RunningJob]]:
     for job in jobs:
         with job:
             pass
+
+
+def current_job(
+    stage: Stage, jobs: list[RunningJob], baseline: dict[str, int], *options: str, **more: Any
+) -> RunningJob:
+    """Return the job that a module shares, another one if it has ended, with these hosts."""
+    stage.boot_all()
+    if not jobs or jobs[-1].process.poll() is not None:
+        jobs.append(RunningJob(stage, baseline, *options, **more))
+        jobs[-1].wait_size(sum(baseline.values()))
+    jobs[-1].use(baseline)
+    return jobs[-1]
+
+
+def trains(
+    stage: Stage, jobs: list[RunningJob], baseline: dict[str, int], *options: str, **more: Any
+) -> Iterator[RunningJob]:
+    """Yield that job once it trains on the hosts, and check parameters and audit after the test."""
+    job = current_job(stage, jobs, baseline, *options, **more)
+    job.wait_for(lambda: job.settled_on(baseline), f"training on {baseline}")
+    job.wait_steps(5)
+    yield job
+    job.check_equal_parameters()
+    job.check_audit()

@@ -22,6 +22,7 @@ from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import Stage, processes_with
 from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
+from tests.waiting import until
 
 MARK = "HVD_ELASTIC_TEST_JOB"
 START_S = CLEAN_S = LIMIT_S
@@ -179,14 +180,7 @@ class Job:
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
         """Wait for ``condition``, as long as the run lives."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ended = self.process.poll()  # before the look: its last act may be what is waited for
-            if value := condition():
-                return value
-            assert ended is None, f"ended with {ended} before: {what}\n{self.text}"
-            assert time.monotonic() < deadline, f"did not come true: {what}\n{self.text}"
-            time.sleep(0.05)
+        return until(condition, what, timeout_s, process=self.process, said=lambda: self.text)
 
     def until_trains(self, size: int | None = None) -> None:
         """Wait until steps are made by ``size`` processes."""

@@ -293,6 +293,59 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     assert audit_of(run).ok, "each example once in each epoch"
 
 
+@COSTLY
+def test_a_host_without_a_users_key_is_others_and_strangers_there_are_named(lab: Lab) -> None:
+    ada, bob, cyd, dan = lab.users[:4]
+    lab.up()
+    second = lab.cluster.hosts[1]
+    (lab.cluster.folder / "hosts" / second / "users" / bob).unlink()
+    stop = lab.folder / "stop"
+    script = (lab.python, write_script(lab.folder), "--until", stop, "--step-time", 0.05)
+    cluster = ("--cluster", lab.place)
+    trains = lab.submit(bob, *cluster, "--min-np", 2, "--", *script, **LITTLE_WORK)
+    told = f"host {second} starts nothing of user {bob}"
+
+    def row(host: str) -> dict[str, Any]:
+        rows = json.loads(lab.done(cyd, "hosts", *cluster, "--json"))
+        return next(each for each in rows if each["host"] == host)
+
+    until(lambda: told in (row(second)["cause"] or ""), "it is said of the host")
+    until(lambda: row(second)["free"] == 3, "others may have its slots")
+    assert told in lab.jobs(bob)[trains]["reason"]
+    log = (lab.place / "daemon.log").read_text()
+    assert told in log
+    assert "authorized_keys" in log, "its user knows what to do about it"
+    ends = "while [ ! -e $0 ]; do sleep 0.1; done"
+    words = ("--plain", *cluster, "--hosts", second, "--", "sh", "-c", ends, stop)
+    other = lab.submit(cyd, *words)
+    until(lambda: lab.jobs(cyd)[other]["hosts"] == {second: 1}, "another user's job has one")
+
+    # checkclust names who uses the cores of a host without a job there.
+    spins = [f"while [ ! -e {stop} ]; do :; done"]
+    busy = [
+        lab.cluster.popen_on(
+            second,
+            ["nice", "-n", "-19", "setpriv", "--reuid", user, "--clear-groups", "sh", "-c", *spins],
+            cwd="/",
+        )
+        for user in (cyd, dan)
+    ]
+
+    def strangers() -> str:
+        found = lab.call(ada, "cluster", "check", "hostfile", "--no-network")
+        return " ".join(found.stdout.split())
+
+    try:
+        until(lambda: f"{dan} has no job here and runs sh" in strangers(), "the stranger is named")
+        assert f"{cyd} has no job here" not in strangers()
+    finally:
+        stop.touch()
+        for process in busy:
+            process.wait()
+    until(lambda: not any(job["status"] == "running" for job in lab.jobs(ada).values()), "the end")
+    assert lab.jobs(bob)[trains]["status"] == "succeeded"
+
+
 class Managers:
     """Managers of systemd of accounts, in a mount namespace where systemd is what runs."""
 

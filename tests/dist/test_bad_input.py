@@ -233,7 +233,7 @@ def test_hostfile_without_a_name_that_is_known_ends_the_run(home: Path, script: 
     assert finished["message"].startswith(
         "the names of hosts no-such-host.invalid, nor-this.invalid cannot be looked up (4 tries)"
     )
-    assert "Mend the hostfile" in job.text
+    assert "Fix the hostfile" in job.text
     assert "Traceback" not in job.text
     assert_nothing_left(mark=job.mark)
 
@@ -529,7 +529,8 @@ def test_disk_that_is_full_when_a_lost_run_is_resumed(
                 env=jobs.environment(small_disk),
             )
         job.until(lambda: '"taken_over"' in output.read_text(), "the run is taken over")
-        (warning,) = [line for line in output.read_text().splitlines() if "goes on without" in line]
+        lines = output.read_text().splitlines()
+        (warning,) = [line for line in lines if "continues without" in line]
         assert f"checkpoints cannot be written: {job.folder / 'checkpoints'} is full" in warning
         job.process.kill()
         job.process.wait()

@@ -12,7 +12,7 @@ import pytest
 
 from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.programs.processes import command_line, read
-from tests.dist.conftest import EVERY_STYLE, StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob, trains
 from tests.dist.jobs import call, write_script
 from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess
 from tests.paths import COSTLY, LIMIT_S
@@ -26,19 +26,10 @@ STEPS_IN_A_REPORT = 25
 @pytest.fixture
 def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with two processes on the first host and one on the second."""
-    stage.boot_all()
-    baseline = {stage.hosts[0]: 2, stage.hosts[1]: 1}
-    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline, style=style))
-        shared_jobs[-1].wait_size(3)
-    job = shared_jobs[-1]
-    job.use(baseline)
-    job.wait_for(lambda: job.settled_on(baseline), "training in three slots")
-    for gate in job.folder.glob("*gate-*"):
-        gate.unlink()
-    yield job
-    job.check_equal_parameters()
-    job.check_audit()
+    for job in trains(stage, shared_jobs, {stage.hosts[0]: 2, stage.hosts[1]: 1}, style=style):
+        for gate in job.folder.glob("*gate-*"):
+            gate.unlink()
+        yield job
 
 
 def check_went_on_from_live_state(job: RunningJob, since: int, before: int) -> None:

@@ -24,6 +24,7 @@ from hvd_elastic.jobs.job import Hosts
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.records.json_lines import read_records
 from tests.dist import jobs
 from tests.dist.jobs import START_S, assert_nothing_left, audit_of, call, hostfile_of, write_script
@@ -60,8 +61,9 @@ class Cluster:
         waiting = [
             str(job["job"]) for job in self.queue() if job["status"] in ("queued", "running")
         ]
-        with contextlib.suppress(AssertionError):
-            self.up()
+        if not ClusterFolder(self.folder).daemon_alive():
+            with contextlib.suppress(AssertionError):
+                self.up()
         if waiting:
             self.call("cancel", *waiting, check=False)
         self.call("down", check=False)
@@ -109,14 +111,7 @@ class Cluster:
         """Kill -9."""
         pid = json.loads((self.folder / "daemon.lock").read_text())["pid"]
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the daemon is gone")
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+        until(lambda: read_process(pid) is None, "the daemon is gone")
 
 
 def till(path: Path) -> str:
@@ -131,10 +126,12 @@ def local(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
+def test_commands_wait_for_slots_for_each_other_and_jobs_end_as_they_say(
     local: Cluster, tmp_path: Path
 ) -> None:
     """One daemon for all, since most of the time is the start of programs."""
+    hostfile_of(local.hostfile, ["localhost"], slots=3)
+    limited = _submit_with_time_limit(local, tmp_path)
     out, go = tmp_path / "out", tmp_path / "go"
     first = local.submit(
         *("--plain", "--name", "first", "--", "sh", "-c", f"echo $TOKEN >> {out}; {till(go)}"),
@@ -167,30 +164,34 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
     assert local.call("status", told[first]["run_id"]).stdout, "it is a run as any other"
     for path in local.folder.iterdir():
         assert not path.is_file() or b"s3cret-value" not in path.read_bytes(), path
+    run_id = _is_at_its_time_limit(local, limited, tmp_path / "told")
+    (tmp_path / "enough").touch()
+    local.call("requeue", limited)
     _refuses_mistakes(local)
+    for _ in range(10):  # on a slow machine its time is over before it has begun to train
+        if local.call("wait", limited, check=False).returncode == 0:
+            break
+        local.call("requeue", limited)
+    assert local.job(limited)["status"] == "succeeded"
+    assert audit_of(tmp_path / "runs" / run_id).ok, "nothing is lost"
 
 
-def test_nothing_is_lost_at_a_time_limit(local: Cluster, tmp_path: Path) -> None:
-    script, go = write_script(tmp_path), tmp_path / "go"
-    train = ("--audit", "--", sys.executable, script, "--step-time", "0.02", "--until", go)
-    tell = ("--notify", "cat >> told")
-    number = local.submit("--time", "8s", "--retries", "3", *tell, *train)
+def _submit_with_time_limit(local: Cluster, folder: Path) -> int:
+    asked = ("--time", "8s", "--retries", "3", "--max-np", 1, "--notify", "cat >> told", "--audit")
+    train = (sys.executable, write_script(folder), "--step-time", "0.02")
+    return local.submit(*asked, "--", *train, "--until", folder / "enough")
+
+
+def _is_at_its_time_limit(local: Cluster, number: int, told: Path) -> str:
     until(lambda: local.job(number)["status"] == "failed", "it is at its time limit")
     ended = local.job(number)
     assert ended["message"].startswith("time limit of 8.0 s: hvd-elastic requeue")
     assert ended["attempts"] == 1
-    told = tmp_path / "told"
     until(lambda: told.read_text().count("\n") == 2, "its user is told of both")
     near, over = map(json.loads, told.read_text().splitlines())
     assert (near["kind"], over["status"]) == ("time_limit_near", "failed")
     assert 0 <= near["left_s"] <= 0.8
-    go.touch()
-    for _ in range(10):  # on a slow machine its time is over before it has begun to train
-        local.call("requeue", number)
-        if local.call("wait", number, check=False).returncode == 0:
-            break
-    assert local.job(number)["status"] == "succeeded"
-    assert audit_of(tmp_path / "runs" / ended["run_id"]).ok
+    return str(ended["run_id"])
 
 
 def in_terminal(home: Path, arguments: Sequence[object], keys: bytes) -> tuple[int, str]:
@@ -213,7 +214,7 @@ def _refuses_mistakes(local: Cluster) -> None:
         (
             ("submit", "--fixed", "--np", 9, "--", "sleep", 1),
             1,
-            "needs 9 slots, and cluster test has 2",
+            "needs 9 slots, and cluster test has 3",
         ),
         (("submit", "--after", "ok:77", "--", "sleep", 1), 2, "there is no job '77'"),
         (("submit", "--array", "9-0", "--", "sleep", 1), 2, "the range '9-0' is empty"),
@@ -226,9 +227,9 @@ def _refuses_mistakes(local: Cluster) -> None:
     local.hostfile.write_text("localhost slots=two\n")
     log = local.folder / "daemon.log"
     until(lambda: "slots is a whole number, not 'two'" in log.read_text(), "the mistake is named")
-    hostfile_of(local.hostfile, ["localhost"], slots=3)
-    until(lambda: '"slots": 3' in local.call("hosts", "--json").stdout, "a slot more")
-    assert "localhost  up           3" in local.call("hosts").stdout
+    hostfile_of(local.hostfile, ["localhost"], slots=4)
+    until(lambda: '"slots": 4' in local.call("hosts", "--json").stdout, "a slot more")
+    assert "localhost  up           4" in local.call("hosts").stdout
 
 
 def test_jobs_outlive_a_daemon_that_is_killed_again_and_again(

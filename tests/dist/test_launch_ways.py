@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.dist.jobs import (
     write_script,
 )
 from tests.paths import COSTLY, LIMIT_S, ROOT
+from tests.waiting import until
 
 pytestmark = pytest.mark.dist
 hosts, shared = jobs.hosts, jobs.shared
@@ -147,27 +148,17 @@ def test_horovodrun_elastic_with_a_slot_that_is_added_and_taken_away(
     train = [sys.executable, script, "--data", data, "--step-time", 0.03, "--epochs", 12]
     words = [HOROVODRUN, *options, "--host-discovery-script", discovery, *train]
     with ended(start(words, folder, output)) as process:
-
-        def until(condition: Callable[[], Any]) -> None:
-            deadline = time.monotonic() + START_S
-            while True:
-                ended = process.poll() is not None
-                if condition():
-                    return
-                said = output.read_text(errors="replace")
-                assert not ended, said
-                assert time.monotonic() < deadline, said
-                time.sleep(0.05)
+        wait = partial(until, limit_s=START_S, process=process, said=output.read_text)
 
         def offer(number: int) -> None:
             new = tmp_path / "slots.new"
             new.write_text(f"localhost:{number}\n")
             new.replace(slots)
 
-        until((folder / "audit.jsonl").exists)
+        wait((folder / "audit.jsonl").exists)
         offer(2)
         events = folder / "events.jsonl"
-        until(lambda: events.exists() and '"size":2' in events.read_text())
+        wait(lambda: events.exists() and '"size":2' in events.read_text())
         offer(1)
         assert process.wait(DEADLINE_S) == 0, output.read_text(errors="replace")
     check(folder, {1, 2}, epochs=12)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.virtual.plan import interface_name
-from tests.dist.conftest import EVERY_STYLE, StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob, trains
 from tests.dist.running import DEADLINE_S, RunningJob, Stage
 from tests.paths import COSTLY, ROOT
 
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.dist
 
 GRACE_S = 3.0
 SOON_S = 4.0
-PROGRAM = ("-m", "hvd_elastic.cli.app")
 
 
 @pytest.fixture
@@ -30,34 +29,15 @@ def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[Run
     # Only so many processes as slots, though another host could be had.
     options = ("--max-np", "2", "--checkpoint-dir", str(place_of(stage, style)))
     program = (str(ROOT / "tests" / "dist" / "scripts" / "failing_leader.py"),)
-    yield from trains(stage, shared_jobs, style, *options, program=program)
+    hosts = dict.fromkeys(stage.hosts[:2], 1)
+    yield from trains(stage, shared_jobs, hosts, *options, program=program, style=style)
 
 
 @pytest.fixture
 def quick_job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """The next one, in which silence is soon noticed."""
-    yield from trains(stage, shared_jobs, style, "--failure-timeout", f"{SOON_S:g}")
-
-
-def trains(
-    stage: Stage,
-    jobs: list[RunningJob],
-    style: str,
-    *options: str,
-    program: tuple[str, ...] = PROGRAM,
-) -> Iterator[RunningJob]:
-    stage.boot_all()
-    baseline = dict.fromkeys(stage.hosts[:2], 1)
-    if not jobs or jobs[-1].process.poll() is not None:
-        jobs.append(RunningJob(stage, baseline, *options, program=program, style=style))
-        jobs[-1].wait_size(2)
-    job = jobs[-1]
-    job.use(baseline)
-    job.wait_for(lambda: job.settled_on(baseline), "training on the first two hosts")
-    job.wait_steps(5)
-    yield job
-    job.check_equal_parameters()
-    job.check_audit()
+    hosts = dict.fromkeys(stage.hosts[:2], 1)
+    yield from trains(stage, shared_jobs, hosts, "--failure-timeout", f"{SOON_S:g}", style=style)
 
 
 def place_of(stage: Stage, style: str) -> Path:

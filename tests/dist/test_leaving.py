@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dist.conftest import EVERY_STYLE, StartJob, styles
+from tests.dist.conftest import EVERY_STYLE, StartJob, styles, trains
 from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY, LIMIT_S, ROOT
 
@@ -22,16 +22,7 @@ SOON_S = 60.0
 @pytest.fixture
 def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with one process on each of the first two hosts."""
-    baseline = dict.fromkeys(stage.hosts[:2], 1)
-    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline, style=style))
-        shared_jobs[-1].wait_size(2)
-    job = shared_jobs[-1]
-    job.use(baseline)
-    job.wait_for(lambda: job.settled_on(baseline), "training on the first two hosts")
-    yield job
-    job.check_equal_parameters()
-    job.check_audit()
+    yield from trains(stage, shared_jobs, dict.fromkeys(stage.hosts[:2], 1), style=style)
 
 
 def worker_hosts(job: RunningJob) -> list[str]:
@@ -208,7 +199,7 @@ def check_ended_by_a_signal(job: RunningJob) -> None:
     output = job.output.read_text()
     assert "Traceback" not in output
     assert f"its checkpoint is of step {finished['checkpoint_step']}" in output
-    assert f"go on with: hvd-elastic run --resume {job.run_id}" in output
+    assert f"resume with: hvd-elastic run --resume {job.run_id}" in output
     job.check_nothing_left()
     job.check_equal_parameters()
     job.check_audit()

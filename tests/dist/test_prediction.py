@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.dist.running import POLL_S, Stage
+from tests.dist.running import Stage
 from tests.paths import COSTLY, LIMIT_S, LITTLE_WORK, NEEDS_TENSORFLOW, WORKER_PYTHONPATH
+from tests.waiting import until
 
 pytestmark = pytest.mark.dist
 EXAMPLES = 10_000
@@ -127,14 +127,7 @@ class Predicting:
         return (self.folder / "output").read_text()
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        end = time.monotonic() + LIMIT_S
-        while True:
-            ended = self.started[-1].poll() is not None
-            if found := condition():
-                return found
-            assert time.monotonic() < end, f"{what}: {self.said()}"
-            assert not ended, f"ended before {what}: {self.said()}"
-            time.sleep(POLL_S)
+        return until(condition, what, process=self.started[-1], said=self.said)
 
     def files(self) -> int:
         return len(list(self.folder.glob("home/runs/*/saved/outputs-*")))

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist.running import POLL_S, Stage
-from tests.paths import COSTLY, LIMIT_S, LITTLE_WORK, NEEDS_TENSORFLOW, ROOT, WORKER_PYTHONPATH
+from tests.dist.running import Stage
+from tests.paths import COSTLY, LITTLE_WORK, NEEDS_TENSORFLOW, ROOT, WORKER_PYTHONPATH
+from tests.waiting import until
 
 pytestmark = pytest.mark.dist
 SMALL = ("--depth", "18", "--width", "16", "--image-size", "32", "--workers", "0")
@@ -70,14 +71,7 @@ class Recipe:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def wait_for(self, process: Any, condition: Callable[[], Any], what: str) -> None:
-        end = time.monotonic() + LIMIT_S
-        while True:
-            ended = process.poll() is not None
-            if condition():
-                return
-            assert not ended, f"ended before {what}: {self.said()}"
-            assert time.monotonic() < end, f"{what}: {self.said()}"
-            time.sleep(POLL_S)
+        until(condition, what, process=process, said=self.said)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.dist.jobs import (
 )
 from tests.dist.running import Stage
 from tests.paths import ALL
+from tests.waiting import until
 
 pytestmark = pytest.mark.dist
 shared = jobs.shared
@@ -42,14 +42,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_script(tmp_path_factory.mktemp("script"))
-
-
-def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"did not come true: {what}"
-        time.sleep(0.05)
-    return value
 
 
 class Detached:
@@ -182,7 +174,7 @@ def test_attach_shows_it_and_ctrl_c_leaves_it_alone(run: Detached) -> None:
         attached.send_signal(signal.SIGINT)
         _, errors = attached.communicate(timeout=START_S)
         assert attached.returncode == 0
-        assert f"run {run.run_id} goes on" in errors
+        assert f"run {run.run_id} continues" in errors
     finally:
         attached.kill()
         attached.wait()

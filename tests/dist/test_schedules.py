@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.dist.conftest import EVERY_STYLE
+from tests.dist.conftest import EVERY_STYLE, current_job
 from tests.dist.running import RunningJob, Stage
 from tests.dist.schedules import Act, make_schedule
 from tests.paths import ALL
@@ -22,15 +22,8 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture
 def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> RunningJob:
-    """A job that trains, and is to have one process on each of the first two hosts."""
-    stage.boot_all()
-    baseline = dict.fromkeys(stage.hosts[:2], 1)
-    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline, style=style))
-        shared_jobs[-1].wait_size(2)
-    job = shared_jobs[-1]
-    job.use(baseline)
-    return job  # on its way there from where the schedule before left it
+    """A job that is on its way to one process on each of the first two hosts."""
+    return current_job(stage, shared_jobs, dict.fromkeys(stage.hosts[:2], 1), style=style)
 
 
 def play(stage: Stage, job: RunningJob, act: Act) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.dist.conftest import EVERY_STYLE, StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob, trains
 from tests.dist.running import RunningJob, Stage
 
 pytestmark = pytest.mark.dist
@@ -26,17 +26,7 @@ FAST = ("--failure-timeout", str(TIMEOUT_S))
 @pytest.fixture
 def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with one process on each of the first two hosts."""
-    stage.boot_all()
-    baseline = dict.fromkeys(stage.hosts[:2], 1)
-    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline, *FAST, style=style))
-        shared_jobs[-1].wait_size(2)
-    job = shared_jobs[-1]
-    job.wait_for(lambda: job.settled_on(baseline), "training on the first two hosts")
-    job.wait_steps(5)
-    yield job
-    job.check_equal_parameters()
-    job.check_audit()
+    yield from trains(stage, shared_jobs, dict.fromkeys(stage.hosts[:2], 1), *FAST, style=style)
 
 
 @contextlib.contextmanager

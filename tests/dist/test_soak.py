@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hvd_elastic.virtual.netns import why_no_namespaces
 from tests.dist.conftest import LOOPBACK
 from tests.dist.jobs import ended, environment
 from tests.paths import COSTLY, LIMIT_S, ROOT
+from tests.waiting import until
 
 pytestmark = pytest.mark.dist
 
@@ -94,11 +94,8 @@ def test_ctrl_c_ends_it_cleanly_with_what_was_measured(tmp_path: Path) -> None:
             start_new_session=True,
         )
     with ended(process):
-        deadline = time.monotonic() + LIMIT_S
-        while "is dealt with" not in output.read_text():
-            assert process.poll() is None, output.read_text()
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.05)
+        said = output.read_text
+        until(lambda: "is dealt with" in said(), process=process, said=said)
         process.send_signal(signal.SIGINT)
         assert process.wait(CLEAN_S) == 130, output.read_text()
     found = report(path)

@@ -1,9 +1,9 @@
 """Scripts in the styles that users write end with the same state, whatever happens to their ranks.
 
-``styles/plain`` has a script for one process in each style, ``styles/elastic`` the same script with
-our library. A style is run alone, and then on two ranks, one of which is killed, while a third one
-joins. The last checkpoints of both runs hold the whole state: models, optimizers, schedulers, EMA,
-counters.
+``styles/elastic`` has a script in each style, and ``styles/plain`` those of PyTorch as they are for
+one process without our library. A style is run alone, and then on two ranks, one of which is
+killed, while a third one joins. The last checkpoints of both runs hold the whole state: models,
+optimizers, schedulers, EMA, counters.
 """
 
 from __future__ import annotations

@@ -16,9 +16,20 @@ IMAGE = "registry.example/train:1"
 
 
 class SubmittedPods(SubmittedRun):
-    """``hvd-elastic k8s submit`` with the probe script."""
+    """``hvd-elastic k8s submit`` with the probe script.
 
-    def __init__(self, nodes: Nodes, stage: Stage, *options: str, **more: Any) -> None:
+    Args:
+        resources: what each host pod asks for, and is limited to.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        stage: Stage,
+        *options: str,
+        resources: dict[str, dict[str, str]] | None = None,
+        **more: Any,
+    ) -> None:
         self.nodes, self.control = nodes, nodes.control
         self.stage = stage
         template = stage.folder / "pod.json"
@@ -27,7 +38,7 @@ class SubmittedPods(SubmittedRun):
             "name": "any",
             "workingDir": str(stage.folder),
             "env": [{"name": name, "value": value} for name, value in environment.items()],
-            "resources": {"requests": {"cpu": "100m"}},
+            "resources": {"requests": {"cpu": "100m"}, **(resources or {})},
         }
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}}
         template.write_text(json.dumps({**pod, "spec": {"containers": [container]}}))

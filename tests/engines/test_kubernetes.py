@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -17,8 +18,12 @@ from benchmarks.testbed import kubernetes
 from benchmarks.testbed.kubernetes import ControlPlane, Nodes
 from hvd_elastic.engines.kubernetes.manifests import Asked, account_and_role, as_yaml
 from tests.dist.running import Stage
+from tests.dist.test_saved import SCRIPT, check_bytes
 from tests.engines.submitted_pods import IMAGE, SubmittedPods
-from tests.paths import COSTLY
+from tests.paths import ALL, COSTLY, LIMIT_S
+
+_MEMORY = 2 << 30
+BARE_IMAGE = "registry.example/bare:1"
 
 pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800)]
 
@@ -32,7 +37,7 @@ def nodes(stage: Stage) -> Iterator[Nodes]:
     folder = stage.folder / "kubernetes"
     with (
         ControlPlane(folder, stage.cluster.leader_address) as control,
-        Nodes(control, stage.cluster, {IMAGE}) as nodes,
+        Nodes(control, stage.cluster, {IMAGE, BARE_IMAGE}) as nodes,
     ):
         control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
         yield nodes
@@ -86,9 +91,22 @@ def _left(job: SubmittedPods) -> str:
     return job.control.kubectl("get", kinds, chosen, "-oname").strip() + named.strip()
 
 
-def test_the_next_leader_goes_on_in_the_same_processes(stage, nodes) -> None:
+@pytest.fixture
+def clocks_that_differ(stage: Stage, nodes: Nodes) -> Iterator[None]:
+    nodes.ahead_s |= {host: number * 10_000 for number, host in enumerate(stage.hosts)}
+    yield
+    nodes.ahead_s.clear()
+
+
+def test_the_next_leader_goes_on_in_the_same_processes(stage, nodes, clocks_that_differ) -> None:
     with SubmittedPods(nodes, stage, "--pods", "2") as job:
         job.wait_size(2)
+        kubectl = [str(nodes.bin / "kubectl"), "exec"]
+        clocks = [
+            int(subprocess.check_output([*kubectl, name, "--", "date", "+%s"], text=True))
+            for name in job.pods()
+        ]
+        assert max(clocks) - min(clocks) > 1000
         job.wait_steps(10)
         pods = {*job.pods()}
         (leader,) = job.pods("leader")
@@ -106,7 +124,9 @@ def test_training_needs_no_api_server_and_a_silent_node_is_replaced(stage, nodes
         since = job.mark()
         nodes.control.pause()
         try:
-            job.wait_steps(100)
+            back_at = time.monotonic() + (60.0 if ALL else 10.0)
+            while time.monotonic() < back_at:
+                job.wait_steps(20)
         finally:
             nodes.control.go_on()
         assert not job.kinds("rescale_started", since)
@@ -126,6 +146,62 @@ def test_training_needs_no_api_server_and_a_silent_node_is_replaced(stage, nodes
         stage.cluster.heal(node)
         job.wait_steps(10)
         end_well(job)
+
+
+@COSTLY
+def test_a_job_that_is_suspended_gives_its_pods_back_and_goes_on_later(stage, nodes) -> None:
+    """As Kueue does it; this Kubernetes suspends a job by a parallelism of 0."""
+
+    def allow(leaders: int) -> None:
+        patch = json.dumps({"spec": {"parallelism": leaders}})
+        nodes.control.kubectl("patch", f"job/{job.name}", "--type=merge", f"--patch={patch}")
+
+    with SubmittedPods(nodes, stage, "--pods", "2", "--leader-grace", "3") as job:
+        job.wait_size(2)
+        job.wait_steps(10)
+        allow(0)
+        ended = ("Succeeded", "Failed")
+        job.wait_for(
+            lambda: {pod["status"]["phase"] for pod in job.pods().values()} <= {*ended},
+            "the end of all pods",
+        )
+        since = job.mark()
+        allow(1)
+        job.wait_event("restored", since)
+        job.wait_size(2, since)
+        job.finish()
+
+
+def test_a_run_is_followed_scaled_and_copied_from_outside(stage, nodes) -> None:
+    path = stage.folder / "saving.py"
+    path.write_text(f"print('the script begins', flush=True)\n{SCRIPT}")
+    script = [sys.executable, str(path), "FOLDER"]
+    with SubmittedPods(nodes, stage, "--pods", "1-2", script=script) as job:
+        job.wait_size(2)
+        attach = [sys.executable, "-m", "hvd_elastic.cli.app", "k8s", "attach", job.run_id]
+        with subprocess.Popen(
+            attach,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=job.environment(),
+        ) as attached:
+            job.wait_event("saved", 0)
+            copy = job.folder / "copy.pt"
+            job.k8s("get", job.run_id, "best.pt", str(copy))
+            check_bytes(job, copy.read_bytes())
+            assert "best.pt" in job.k8s("get", job.run_id)
+            assert "the script begins" in job.k8s("logs", job.run_id)
+            since = job.mark()
+            job.k8s("scale", job.run_id, "1")
+            job.wait_size(1, since)
+            job.wait_for(lambda: len(job.pods()) == 1, "a pod that is given back")
+            (job.folder / "enough").touch()
+            assert job.wait() == 0, job.story()
+            followed, _ = attached.communicate(timeout=LIMIT_S)
+        assert "succeeded" in followed, followed
+        assert "final.pt" in job.k8s("get", job.run_id), "in a pod that is made for it"
 
 
 def test_a_run_is_stopped_and_goes_on_in_another_job(stage, nodes) -> None:
@@ -159,6 +235,45 @@ def test_what_a_pod_lacks_is_told_and_the_others_train(stage, nodes) -> None:
         nodes.control.kubectl("delete", "quota", "small")
 
 
+def test_a_right_that_is_taken_from_the_leader_is_told_and_asked_for_again(stage, nodes) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "1-2") as job:
+        job.wait_size(2)
+        nodes.control.kubectl("delete", "rolebinding", "hvd-elastic")
+        try:
+            job.evict(next(iter(job.pods())))
+            told = "The service account needs the Role of: hvd-elastic k8s setup"
+            job.wait_for(lambda: told in job.output_of_leaders(), told)
+            job.wait_size(1)
+            job.wait_steps(10)
+            since = job.mark()
+        finally:
+            nodes.control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
+        job.wait_size(2, since)
+        job.finish()
+
+
+def test_pods_that_cannot_be_made_or_are_killed_are_told_and_the_others_train(stage, nodes) -> None:
+    """One uses more memory than its limit, and the image is not there for the next one."""
+    if not nodes.has_memory_groups:
+        pytest.skip("needs control groups for memory (version 1)")
+    limit = {"limits": {"memory": f"{_MEMORY}"}}
+    with SubmittedPods(nodes, stage, "--pods", "1-2", resources=limit) as job:
+        job.wait_size(2)
+        since = job.mark()
+        nodes.images.remove(IMAGE)
+        try:
+            nodes.use_memory(next(iter(job.pods())), 2 * _MEMORY)
+            told = ("it used more memory than its limit", "cannot be pulled")
+            job.wait_for(lambda: all(each in job.output_of_leaders() for each in told), str(told))
+            job.wait_size(1, since)
+            job.wait_steps(10)
+            since = job.mark()
+        finally:
+            nodes.images.add(IMAGE)
+        job.wait_size(2, since)
+        job.finish()
+
+
 def test_a_pod_that_finds_no_room_is_given_up(stage, nodes) -> None:
     words = ("--pods", "1", "--start-limit", "4", "--gpus-per-pod", "9")
     with SubmittedPods(nodes, stage, *words) as job:
@@ -166,8 +281,15 @@ def test_a_pod_that_finds_no_room_is_given_up(stage, nodes) -> None:
         job.wait_for(lambda: all(each in job.output_of_leaders() for each in told), str(told))
 
 
-def test_an_image_that_cannot_be_pulled_is_told(stage, nodes) -> None:
-    with SubmittedPods(nodes, stage, "--pods", "1", "--image", "registry.example/none:1") as job:
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [
+        ("registry.example/none:1", "its image registry.example/none:1 cannot be pulled"),
+        (BARE_IMAGE, f"its image {BARE_IMAGE} has no python3 on its PATH"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_told(stage, nodes, image: str, told: str) -> None:
+    with SubmittedPods(nodes, stage, "--pods", "1", "--image", image) as job:
         status = [sys.executable, "-m", "hvd_elastic.cli.app", "k8s", "status", job.run_id]
 
         def said() -> str:
@@ -175,7 +297,6 @@ def test_an_image_that_cannot_be_pulled_is_told(stage, nodes) -> None:
                 status, capture_output=True, text=True, env=job.environment()
             ).stderr
 
-        told = "its image registry.example/none:1 cannot be pulled"
         job.wait_for(lambda: told in said(), told)
 
 
@@ -226,6 +347,66 @@ def test_the_role_suffices_and_allows_nothing_else(nodes) -> None:
         assert {verb for verb in verbs if may(verb, what)} == allowed.get(what, set())
 
 
+def test_kubectl_reads_what_is_printed_as_it_was_given(nodes) -> None:
+    words = ["--lr", "1e-3", "y", "no", "012", "0x1f", "1_000", "null", "~", "a: b", "- c", "#d"]
+    words += ["'", '"', "\\", "é", "", " e ", "line\nline", '{"f": [1]}', "2001-01-01", "12:30"]
+    job = Asked("printed", IMAGE).job(words, policy=False)
+    dry = ("create", "--dry-run=server", "--output=json", "--filename=-")
+    made = json.loads(nodes.control.kubectl(*dry, input=as_yaml([job])))
+    assert made["spec"]["template"]["spec"]["containers"][0]["args"] == words
+
+
+def _anothers(nodes: Nodes, what: str, value: str) -> str:
+    """A kubeconfig that differs from the right one."""
+    text = nodes.control.kubeconfig.read_text()
+    path = nodes.control.folder / f"other-{what}"
+    right = {"token": '"token": "admin"', "current-context": '"current-context": "own"'}
+    path.write_text(text.replace(right[what], f'"{what}": "{value}"'))
+    assert path.read_text() != text
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "told"),
+    [
+        (("token", "old"), (), "log in again"),
+        (("token", "nobody"), (), "whoever administers the cluster gives this right"),
+        (("current-context", "gone"), (), "kubectl config get-contexts"),
+        (None, (), "set KUBECONFIG"),
+        ((), ("--namespace", "none"), "kubectl get namespaces"),
+        ((), ("--volume", "none:/data"), "kubectl get pvc"),
+        ((), ("--home", "none"), "kubectl get pvc"),
+        ((), ("--run-id", "taken"), "take another --run-id"),
+        ((), ("--run-id", "over"), "kubectl describe quota"),
+    ],
+)
+def test_what_is_wrong_outside_is_told_and_nothing_is_left(nodes, config, options, told) -> None:
+    environment = {**os.environ, "PATH": f"{nodes.bin}:{os.environ['PATH']}"}
+    environment["KUBECONFIG"] = str(nodes.control.kubeconfig)
+    if config is None:
+        environment["KUBECONFIG"] = "/nowhere"
+    elif config:
+        environment["KUBECONFIG"] = _anothers(nodes, *config)
+    control = nodes.control
+    control.kubectl("create", "job", "hvd-taken", "--image=none")
+    if "quota" in told:
+        control.kubectl("create", "quota", "jobs", "--hard=count/jobs.batch=1")
+    try:
+        words = ["-m", "hvd_elastic.cli.app", "k8s", "submit", "--pods", "1", "--image", IMAGE]
+        done = subprocess.run(
+            [sys.executable, *words, *options, "--", "true"],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert done.returncode == 1, done
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
+        assert control.kubectl("get", "jobs", "-oname").split() == ["job.batch/hvd-taken"]
+    finally:
+        control.kubectl("delete", "--ignore-not-found", "quota/jobs", "job/hvd-taken")
+
+
 @COSTLY
 def test_random_faults_cost_no_example(stage, nodes) -> None:
     seed = random.randrange(1 << 30)
@@ -245,8 +426,9 @@ def test_random_faults_cost_no_example(stage, nodes) -> None:
                     if fault == "evict":
                         job.evict(name)
                     else:
-                        now = ("--grace-period=0", "--force") if fault == "kill" else ()
-                        nodes.control.kubectl("delete", "pod", name, "--wait=false", *now)
+                        how = ("--grace-period=0", "--force") if fault == "kill" else ()
+                        how = (*how, "--wait=false", "--ignore-not-found")
+                        nodes.control.kubectl("delete", "pod", name, *how)
             job.wait_steps(chance.randrange(20))
         end_well(job)
 

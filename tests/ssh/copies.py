@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from hvd_elastic.virtual import VirtualCluster, netns
 from tests.paths import LIMIT_S
+from tests.waiting import until
 
 NO_NAMESPACES = netns.why_no_namespaces()
 MARKS = [
@@ -78,13 +79,15 @@ class Bed:
         return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]
 
     def wait_for_parts(self, number: int, size: int) -> None:
-        wait_until(
-            lambda: any(path.stat().st_size >= size for path in self.parts(number)),
-            f"{size} bytes on host {number}",
-        )
+        def have_arrived() -> bool:
+            with contextlib.suppress(FileNotFoundError):  # a part has got its name meanwhile
+                return any(path.stat().st_size >= size for path in self.parts(number))
+            return False
+
+        until(have_arrived, f"{size} bytes on host {number}")
 
     def wait_idle(self) -> None:
-        wait_until(
+        until(
             lambda: not any(self.cluster.pids(host) for host in self.hosts), "the end on all hosts"
         )
 
@@ -103,18 +106,6 @@ class Outcome:
 
     def __getitem__(self, key: str) -> list[Any]:
         return [self.hosts[name][key] for name in sorted(self.hosts)]
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        try:
-            if condition():
-                return
-        except FileNotFoundError:
-            pass  # a part got its name while it was looked at
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ import pytest
 from hvd_elastic.virtual import plan
 from tests import other_user
 from tests.paths import LIMIT_S
-from tests.ssh.copies import CHECKOUT, HOSTS, MARKS, MB, Bed, bed, made, wait_until
+from tests.ssh.copies import CHECKOUT, HOSTS, MARKS, MB, Bed, bed, made
+from tests.waiting import until
 
 __all__ = ["bed", "made"]
 
@@ -211,7 +212,7 @@ def test_a_host_that_dies_and_what_it_alone_had(bed: Bed, store: Store, tmp_path
     def passes_on() -> bool:
         return any(path.stat().st_size > MB for path in bed.parts(victim + 1))
 
-    wait_until(passes_on, "the exchange")
+    until(passes_on, "the exchange")
     bed.cluster.crash(bed.hosts[victim])
     result = bed.finish(process)
     states = [state == "ok" for state in result["state"]]
@@ -228,7 +229,7 @@ def test_ctrl_c_ends_the_commands(bed: Bed, store: Store, tmp_path: Path) -> Non
     arguments = ["--pull", store.each, "--list", store.write_list(tmp_path / "list"), "/data/set"]
     store.held.clear()
     process = bed.start(*arguments)
-    wait_until(lambda: len(store.asked) >= HOSTS, "the requests")
+    until(lambda: len(store.asked) >= HOSTS, "the requests")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
@@ -309,7 +310,7 @@ def test_a_host_that_dies_while_it_prepares(bed: Bed, shared_folder: Path, tmp_p
     words = (bed, source, Path("/data/set"), *options, "--hostfile", bed.cluster.hostfile)
     process = start_preparing(*words)
     folder = bed.data(victim) / "set"
-    wait_until(lambda: [*folder.glob("*.tar")], "its first shard")
+    until(lambda: [*folder.glob("*.tar")], "its first shard")
     bed.cluster.crash(bed.hosts[victim])
     assert len([*folder.glob("*.tar")]) in (1, 2), "it had written its whole part"
     first = ended(process)

@@ -27,7 +27,8 @@ from tests.command_lines import CommandLines
 from tests.paths import ALL, COSTLY, LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
-from tests.ssh.tools import Tools, is_alive, records, wait_until
+from tests.ssh.tools import Tools, is_alive, records
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.ssh,
@@ -124,7 +125,7 @@ def test_the_commands_there_end_with_us_and_all_that_they_started(
     if number != signal.SIGKILL:
         assert "3 interrupted (node[1-3])" in errors
     assert "Traceback" not in errors
-    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+    until(lambda: not any(map(is_alive, pids)), "the commands' end")
 
 
 def test_a_command_that_ends_leaves_its_background_child_alone(tools: Tools) -> None:
@@ -305,6 +306,8 @@ def test_each_host_has_an_input_of_its_own(tools: Tools, tmp_path: Path) -> None
         result = tools("runclust", *arguments, pattern, "cat")
         assert result.returncode == 2
         assert message in result.stderr
+    result = tools("runclust", *arguments, f"{tmp_path}/of {{host}}", "-n", "cat")
+    assert (result.returncode, "--no-stdin none: give one" in result.stderr) == (2, True)
 
 
 def set_lines(terminal: int, lines: int) -> None:
@@ -422,4 +425,4 @@ def test_a_reader_that_goes_away_ends_it(tools: Tools) -> None:
         pids += [int(word)] if word.isdigit() else []
     process.stdout.close()
     assert process.wait(LIMIT_S) == 1
-    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+    until(lambda: not any(map(is_alive, pids)), "the commands' end")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.programs.processes import read
 from hvd_elastic.virtual import VirtualCluster
 from tests.command_lines import CommandLines
 from tests.dist import conftest, jobs
@@ -277,7 +278,7 @@ class LiveRun:
     def worker(self, host: str) -> str:
         """Name of the worker on a host."""
         for pid in self.hosts.pids(host):
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            environ = read(pid, "environ").split(b"\0")
             for entry in environ:
                 if entry.startswith(b"HVD_ELASTIC_WORKER="):
                     return entry.split(b"=", 1)[1].decode()
@@ -330,8 +331,8 @@ def test_only_the_ring_and_sshd_listen_on_the_network(live: LiveRun) -> None:
         pids = live.hosts.pids(host)
         ours = listeners_of(pids)
         # sshd runs the agent through a shell that replaces itself by it.
-        agents = {pid for pid in pids if b"hvd_elastic.agent.agent" in cmdline(pid)}
-        workers = {pid for pid in pids if b"--until" in cmdline(pid)}
+        agents = {pid for pid in pids if b"hvd_elastic.agent.agent" in read(pid, "cmdline")}
+        workers = {pid for pid in pids if b"--until" in read(pid, "cmdline")}
         assert agents
         assert workers
         assert all(ip == "127.0.0.1" for ip, _ in listeners_of(agents))
@@ -343,13 +344,6 @@ def test_only_the_ring_and_sshd_listen_on_the_network(live: LiveRun) -> None:
     leader = {live.job.process.pid}
     assert not listeners_of(leader), "the leader listens nowhere"
     live.goes_on()
-
-
-def cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.mark.root

@@ -29,6 +29,7 @@ from hvd_elastic.tools.trust import TrustState, trust_hosts
 from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh.sshd import BY_PASSWORD, Sshd
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.ssh,
@@ -141,10 +142,7 @@ def test_a_command_that_takes_too_long_is_stopped_there(
         )
     assert caught.value.stdout == b"begun\n"
     pid = int(pid_file.read_text())
-    deadline = time.monotonic() + LIMIT_S
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, "the command outlived its time"
-        time.sleep(0.05)
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the command")
 
 
 def test_a_background_child_does_not_hold_the_result(connection: Connection) -> None:
@@ -300,10 +298,7 @@ def test_the_agents_key_is_used(
         ["ssh-agent", "-D", "-a", str(agent_socket)], stdout=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while not agent_socket.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(agent_socket.exists)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(agent_socket))
         subprocess.run(["ssh-add", "-q", str(server.user_key)], check=True)
         config = server.write_config(tmp_path / "config", ["node1"])

@@ -23,7 +23,8 @@ from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
 from tests.ssh.sshd import Sshd
-from tests.ssh.tools import Tools, is_alive, records, wait_until
+from tests.ssh.tools import Tools, is_alive, records
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.ssh,
@@ -53,6 +54,9 @@ def test_a_file_of_each_host_is_fetched(tools: Tools, tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "No such file" in result.stderr
     assert [path.name for path in (logs / "node1").iterdir()] == [source.name]
+    other = [str(source), str(tmp_path / "other"), *arguments[2:]]
+    assert tools("copyclust", str(tools.hostfile), *other).returncode == 1
+    assert [*(tmp_path / "other").iterdir()] == [], "a host that failed has no folder"
     for more, message in [
         (["--delete"], "--delete does not go with --from-each"),
         (["--hosts", "node1", "x"], "give SRC, a file of each host, and DST"),
@@ -181,7 +185,7 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
         assert {entry["pid"] for entry in listed} >= victims
         assert all(is_alive(pid) for pid in victims)
 
-        result = tools("killclust", *arguments, "--grace", "0.5")
+        result = tools("killclust", *arguments, "--grace", "3")
         assert result.returncode == 0, result.stdout
         ended = records(result)["node1"]["processes"]
         assert isinstance(ended, list)
@@ -210,10 +214,10 @@ def test_kill_ends_nine_kinds_of_process(tools: Tools, tmp_path: Path) -> None:
     threading.Thread(target=worker.wait, daemon=True).start()
     pids: list[int] = []
     try:
-        wait_until(lambda: told.exists() and told.read_text().count("\n") == 9, "nine kinds")
+        until(lambda: told.exists() and told.read_text().count("\n") == 9, "nine kinds")
         pids = [int(line.split()[0]) for line in told.read_text().splitlines()]
         arguments = [str(tools.hostfile), "--hosts", "node1", "--run", run, "--json"]
-        found = records(tools("killclust", *arguments, "--grace", "0.5"))["node1"]["processes"]
+        found = records(tools("killclust", *arguments, "--grace", "2"))["node1"]["processes"]
         assert {entry["pid"] for entry in found} == set(pids)
         assert {entry["ended"] for entry in found} == {"TERM", "KILL"}
         assert not any(map(is_alive, pids))
@@ -285,7 +289,7 @@ def test_processes_are_ended_by_their_command_line(tools: Tools) -> None:
             assert tools("killclust", *arguments, pattern).returncode == 2
         found = records(tools("killclust", *arguments, f"train_{word}", "--json"))["node1"]
         assert processes[0].pid in [each["pid"] for each in found["processes"]]
-        wait_until(lambda: not is_alive(processes[0].pid), "its end")
+        until(lambda: not is_alive(processes[0].pid), "its end")
         assert is_alive(processes[1].pid)
     finally:
         for process in processes:
@@ -322,7 +326,7 @@ def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
         for name in names
     ]
     try:
-        wait_until(lambda: all(map(is_marked, strays)), "the strays' start")
+        until(lambda: all(map(is_marked, strays)), "the strays' start")
         if Path(f"/proc/{strays[0]}/stat").read_text().rpartition(")")[2].split()[1] != "1":
             pytest.skip("orphans are not given to process 1 here, but to a subreaper")
         arguments = [str(tools.hostfile), "--hosts", "node1", "--strays", "--json"]
@@ -333,7 +337,7 @@ def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
         assert found[strays[0]] == "torchrun job"
         assert not {*bystanders, *(process.pid for process in held)} & set(found)
         assert tools("killclust", *arguments, "--grace", "2").returncode == 0
-        wait_until(lambda: not any(map(is_alive, strays)), "the strays' end")
+        until(lambda: not any(map(is_alive, strays)), "the strays' end")
         assert all(map(is_alive, bystanders))
         assert all(process.poll() is None for process in held)
     finally:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,7 @@ from hvd_elastic.hosts import connection as connections
 from hvd_elastic.hosts import ssh
 from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.programs.processes import read_process
+from hvd_elastic.programs.processes import read, read_process
 from hvd_elastic.tools.run import commands
 from hvd_elastic.virtual import VirtualCluster, accounts, netns, processes
 from hvd_elastic.virtual.plan import interface_name
@@ -33,6 +33,7 @@ from hvd_elastic.virtual.processes import CpuGroups, marked_processes
 from hvd_elastic.virtual.state import clusters_folder
 from tests.paths import COSTLY, LIMIT_S
 from tests.small_disk import mounted
+from tests.waiting import until
 
 NO_NAMESPACES = netns.why_no_namespaces()
 needs_namespaces = [
@@ -87,13 +88,6 @@ def answer(cluster: VirtualCluster, host: str, command: str) -> str:
     done = log_in(cluster, host, command)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.01)
 
 
 def connect(cluster: VirtualCluster, host: str) -> socket.socket:
@@ -232,7 +226,7 @@ def test_a_crash_ends_everything_and_a_boot_brings_the_host_back(both: VirtualCl
 
 
 def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return read(pid, "cmdline").replace(b"\0", b" ").decode()
 
 
 def closes(connection: socket.socket) -> bool:
@@ -422,7 +416,7 @@ def test_nothing_of_the_callers_environment_reaches_the_hosts(
         assert "tweet-7731" not in answer(made, "vc1-1", "env")
         marked = {process.pid for process in marked_processes(made.folder)}
         for pid in made.pids("vc1-1", system=True) | marked:
-            assert b"tweet-7731" not in Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"tweet-7731" not in read(pid, "environ")
 
 
 def test_names_in_use_and_wrong_arguments_are_refused(both: VirtualCluster) -> None:
@@ -576,7 +570,7 @@ def test_a_command_is_lost_with_its_host(
 
 def signal_sshd(cluster: VirtualCluster, host: str, number: int) -> None:
     for pid in cluster.pids(host, system=True):
-        if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+        if read(pid, "comm").startswith(b"sshd"):
             os.kill(pid, number)
 
 

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvd_elastic.programs.processes import read_process
 from tests.paths import LIMIT_S
 from tests.ssh.sshd import Sshd
 
@@ -72,15 +72,5 @@ def records(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any
     return {line["host"]: line for line in lines if line["kind"] == "host"}
 
 
-def wait_until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
-
-
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return read_process(pid) is not None

@@ -23,6 +23,7 @@ from hvd_elastic.own_files import (
 )
 from tests import other_user
 from tests.other_user import open_folder as open_folder
+from tests.paths import LIMIT_S
 
 UMASKS = [0o000, 0o022, 0o077]
 
@@ -58,7 +59,7 @@ def test_others_neither_read_nor_change_anything_whatever_the_umask(
     home = tmp_path / "above" / "home"
     environment = {**os.environ, "HVD_ELASTIC_HOME": str(home)}
     command = [sys.executable, "-c", WRITES_ALL, f"{umask:o}"]
-    subprocess.run(command, env=environment, check=True, timeout=60)
+    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
     folders = [home.parent, *(path for path in (home, *home.glob("*")) if path.is_dir())]
     assert {path.name for path in folders} >= {"home", "runs", "spool", "clusters", "virtual"}
     assert {oct(path.stat().st_mode & 0o777) for path in folders} == {"0o700"}

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import pytest
 
 from tests import side_by_side
 from tests.paths import COSTLY
+from tests.waiting import until
 
 ROOT = Path(side_by_side.__file__).parents[1]
 DEADLINE_S = 120.0
@@ -118,11 +118,7 @@ def test_broken_off_they_tidy_up(
     tmp_path: Path, start: Start, number: signal.Signals, whom: str, status: int
 ) -> None:
     process = start(BROKEN_OFF)
-    deadline = time.monotonic() + DEADLINE_S
-    while len([*tmp_path.glob("*.runs")]) < 2:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the tests did not begin"
-        time.sleep(0.05)
+    until(lambda: len([*tmp_path.glob("*.runs")]) == 2, "the tests begin", process=process)
     # As a terminal does it, and as a time limit does.
     (os.killpg if whom == "all" else os.kill)(process.pid, number)
     said, _ = process.communicate(timeout=DEADLINE_S)

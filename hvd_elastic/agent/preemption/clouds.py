@@ -1,4 +1,4 @@
-"""Asks the metadata service of a cloud whether this machine will be taken away.
+"""Asks the metadata service of a cloud whether this machine will be preempted.
 
 A further cloud is a class as :class:`Cloud` describes it, and an entry of :data:`CLOUDS`.
 """

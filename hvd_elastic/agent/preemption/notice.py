@@ -1,4 +1,4 @@
-"""Runs the user's command that tells whether the host will be taken away, and reads its answer."""
+"""Runs the user's command that tells whether the host will be preempted, and reads its answer."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _REQUEST_BYTES = 1 << 16
 _THREADS_END_S = 1.0
 """Time for the kernel to remove threads that have ended."""
 _FORKED_WELL = frozenset({"jemalloc_bg_thd"})
-"""Threads that live with a fork: jemalloc, part of pyarrow, locks its own and starts it anew."""
+"""Threads that live with a fork: jemalloc, part of pyarrow, locks its own and starts it again."""
 
 
 def main(modules: Sequence[str], program: Sequence[str]) -> None:
@@ -144,11 +144,14 @@ def _trouble() -> str:
         os._exit(0)
     os.waitpid(child, 0)
     until = time.monotonic() + _THREADS_END_S
-    while threads := _other_threads() - _FORKED_WELL:
-        if time.monotonic() > until:
+    while True:
+        is_over = time.monotonic() > until  # before the look, which may be late
+        threads = _other_threads() - _FORKED_WELL
+        if not threads:
+            return ""
+        if is_over:
             return f"the imports start threads ({', '.join(sorted(threads))})"
         time.sleep(0.01)
-    return ""
 
 
 def _other_threads() -> set[str]:

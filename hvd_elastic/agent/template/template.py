@@ -115,7 +115,7 @@ class Template:
         self.close()
 
     def close(self) -> None:
-        """End the process; workers that are forked already go on."""
+        """End the process; workers that are forked already continue."""
         if self._process is not None:
             self._process.close()
             self._process = None

@@ -26,32 +26,39 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.tools.check.health import HostHealth, Level
-from hvd_elastic.tools.check.network import Link
+from hvd_elastic.tools.check.network import NetLink
 
 
 @command(HostOptions, but=["dry_run"])
 def check(
     chosen: HostOptions,
     python: Annotated[
-        str | None, option("Python there (default: the leader's path).", "--python", metavar="PATH")
+        str | None,
+        option("Python on the hosts (default: the path of this one)", "--python", metavar="PATH"),
     ] = None,
     folder: Annotated[
         list[str] | None,
-        option("A folder that a run writes to; may be repeated.", "--folder", metavar="PATH"),
+        option("folder that a run writes to; may be repeated", "--folder", metavar="PATH"),
     ] = None,
     code: Annotated[
         Path | None,
-        option("A file or folder with the same Python code everywhere.", "--code", metavar="PATH"),
+        option(
+            "file or folder whose Python code must be the same everywhere", "--code", metavar="PATH"
+        ),
     ] = None,
     network_interface: Annotated[
         str | None,
-        option("Of the ring (default: that of ssh).", "--network-interface", metavar="NAME"),
+        option(
+            "network interface of the ring (default: the one of ssh)",
+            "--network-interface",
+            metavar="NAME",
+        ),
     ] = None,
     network: Annotated[
-        bool, option("Measure the network between the hosts.", "--network/--no-network")
+        bool, option("measure the network between the hosts", "--network/--no-network")
     ] = True,
     gpus: Annotated[
-        bool, option("Check GPUs (--no-gpus for training on CPUs).", "--gpus/--no-gpus")
+        bool, option("check GPUs (--no-gpus for training on CPUs)", "--gpus/--no-gpus")
     ] = True,
     bootstrap: Bootstrap = False,
     yes: Yes = False,
@@ -99,7 +106,10 @@ def check(
 
 
 def _users_of_hosts() -> dict[str, list[str]]:
-    """Return who has jobs on the hosts of the clusters that this user knows and that are up."""
+    """Return who has jobs on the hosts of the clusters that this user knows and that are up.
+
+    A host may be in several of them.
+    """
     from hvd_elastic.jobs.job import Hosts
     from hvd_elastic.jobs.place import list_clusters
     from hvd_elastic.jobs.server import ask_daemon
@@ -109,14 +119,15 @@ def _users_of_hosts() -> dict[str, list[str]]:
         with contextlib.suppress(RunError):
             if place.daemon_alive():
                 rows = ask_daemon(place, Hosts()).data
-                found |= {row["host"]: row["users"] for row in rows if "users" in row}
+                for row in rows:
+                    found.setdefault(row["host"], []).extend(row["users"])
     return found
 
 
 @command(HostOptions, but=["only_hosts", "exclude_hosts", "dry_run", "identity"])
 def trust(
     chosen: HostOptions,
-    yes: Annotated[bool, option("Accept without asking.", "--yes", "-y")] = False,
+    yes: Annotated[bool, option("accept without asking", "--yes", "-y")] = False,
 ) -> None:
     """Show the hosts' key fingerprints and accept them into the project's own known_hosts.
 
@@ -156,7 +167,7 @@ def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool)
             printer.lines(result.host, "stdout", text)
 
 
-def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
+def show_links(links: Sequence[NetLink], printer: Printer, as_json: bool) -> None:
     """Print the range of bandwidth and latency between the hosts; with ``as_json`` every link."""
     if as_json:
         for link in links:

@@ -33,11 +33,13 @@ def copy(
             "[SRC] DST",
         ),
     ],
-    delete: Annotated[bool, option("Remove at DST what SRC has not.", "--delete")] = False,
+    delete: Annotated[
+        bool, option("remove files at DST that SRC does not have", "--delete")
+    ] = False,
     exclude: Annotated[
         list[str] | None,
         option(
-            "Skip files (*.tmp, cache, data/old*), and never delete them at DST; may be repeated.",
+            "skip files (*.tmp, cache, data/old*), and never delete them at DST; may be repeated",
             "--exclude",
             metavar="PATTERN",
         ),
@@ -45,37 +47,38 @@ def copy(
     include: Annotated[
         list[str] | None,
         option(
-            "Take files that --exclude skips (all others, without it) after all; may be repeated.",
+            "copy files that --exclude would skip (without it, only these); may be repeated",
             "--include",
             metavar="PATTERN",
         ),
     ] = None,
-    hard_links: Annotated[
-        bool, option("Keep that a file has several names.", "--hard-links", "-H")
-    ] = False,
-    sparse: Annotated[bool, option("Make holes of zeros.", "--sparse", "-S")] = False,
-    xattrs: Annotated[bool, option("Keep extended attributes.", "--xattrs", "-X")] = False,
-    checksum: Annotated[bool, option("Compare contents, not size and time.", "--checksum")] = False,
+    hard_links: Annotated[bool, option("keep hard links", "--hard-links", "-H")] = False,
+    sparse: Annotated[bool, option("write runs of zeros as holes", "--sparse", "-S")] = False,
+    xattrs: Annotated[bool, option("keep extended attributes", "--xattrs", "-X")] = False,
+    checksum: Annotated[bool, option("compare contents, not size and time", "--checksum")] = False,
     bwlimit: Annotated[
-        float, number_option("Most that each host sends; 0: no limit.", "--bwlimit", metavar="MB/S")
+        float,
+        number_option("limit on what each host sends; 0: no limit", "--bwlimit", metavar="MB/S"),
     ] = 0.0,
-    compress: Annotated[bool, option("Compress where it pays.", "--compress/--no-compress")] = True,
+    compress: Annotated[
+        bool, option("compress if that is faster", "--compress/--no-compress")
+    ] = True,
     plain: Annotated[
-        bool, option("Do not encrypt: for a network that you trust.", "--plain")
+        bool, option("do not encrypt: for a network that you trust", "--plain")
     ] = False,
     shard: Annotated[
-        bool, option("Give each host only its part: every n-th file.", "--shard")
+        bool, option("give each host only its part: every n-th file", "--shard")
     ] = False,
     source_host: Annotated[
-        str | None, option("The host that has SRC.", "--from", metavar="HOST")
+        str | None, option("host that has SRC", "--from", metavar="HOST")
     ] = None,
     from_each: Annotated[
-        bool, option("Fetch the file SRC of each host into DST/HOST/ here.", "--from-each")
+        bool, option("fetch the file SRC of each host into DST/HOST/ here", "--from-each")
     ] = False,
     pull: Annotated[
         str | None,
         option(
-            "Command that fetches files from shared storage into {dst}, in place of SRC.",
+            "command that fetches files from shared storage into {dst}, in place of SRC",
             "--pull",
             metavar="COMMAND",
         ),
@@ -83,14 +86,17 @@ def copy(
     listed: Annotated[
         str | None,
         option(
-            "With --pull: the files there (-: stdin), a path a line, or size, tab, path. Each "
-            "host fetches a share of them: {path} for each, or {list}.",
+            "list of the files for --pull (-: stdin), a path a line, or size, tab, path; each "
+            "host fetches a share of them: {path} for each, or {list}",
             "--list",
             metavar="FILE",
         ),
     ] = None,
     jobs: Annotated[
-        int, whole_number_option("Of --pull with {path}, at a time.", "--jobs", least=1)
+        int,
+        whole_number_option(
+            "number of commands of --pull with {path} at a time", "--jobs", least=1
+        ),
     ] = 8,
 ) -> None:
     """Copy a file or folder to every host; it is sent once and passed on from host to host.

@@ -41,31 +41,37 @@ class HostOptions:
         typer.Argument(
             metavar="HOSTFILE",
             parser=hostfile_of,
-            help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'; or a list: gpu1:8,gpu2:8.",
+            help="one host a line: 'gpu1 slots=8', 'gpu[01-16]'; or a list: gpu1:8,gpu2:8",
         ),
     ]
-    fanout: Annotated[int, whole_number_option("Hosts at a time.", "--fanout", "-f")] = (
-        DEFAULT_FANOUT
-    )
+    fanout: Annotated[
+        int, whole_number_option("number of hosts to work on at a time", "--fanout", "-f")
+    ] = DEFAULT_FANOUT
     only_hosts: Annotated[
-        str | None, option("Only these: gpu[01-04],login, @LABEL.", "--hosts", metavar="LIST")
+        str | None,
+        option("use these hosts only: gpu[01-04],login, @LABEL", "--hosts", metavar="LIST"),
     ] = None
     exclude_hosts: Annotated[
         str | None,
-        option("All hosts but these, as --hosts.", "--exclude-hosts", "-x", metavar="LIST"),
+        option(
+            "leave these hosts out, written as for --hosts", "--exclude-hosts", "-x", metavar="LIST"
+        ),
     ] = None
-    dry_run: Annotated[bool, option("Show what would be done, change nothing.", "--dry-run")] = (
+    dry_run: Annotated[bool, option("show what would be done, change nothing", "--dry-run")] = False
+    as_json: Annotated[bool, option("print one JSON object a line, as hosts finish", "--json")] = (
         False
     )
-    as_json: Annotated[bool, option("One JSON object a line, as hosts end.", "--json")] = False
     ssh_config: SshConfigOption = None
     identity: Annotated[
-        Path | None, option("A private key to try first.", "--identity", "-i", metavar="FILE")
+        Path | None, option("private key to try first", "--identity", "-i", metavar="FILE")
     ] = None
     connect_timeout: Annotated[
-        float, number_option("For each host.", "--connect-timeout", least=0.1, metavar="SECONDS")
+        float,
+        number_option(
+            "time limit to connect to a host", "--connect-timeout", least=0.1, metavar="SECONDS"
+        ),
     ] = 5.0
-    verbose: Annotated[bool, option("Say more of what goes on.", "--verbose", "-v")] = False
+    verbose: Annotated[bool, option("print debug messages", "--verbose", "-v")] = False
     hosts: Sequence[Host] = field(init=False)
     ssh: SshOptions = field(init=False)
 
@@ -99,7 +105,7 @@ class HereOptions(HostOptions):
     hostfile: Annotated[
         Path,
         typer.Argument(
-            metavar="HOSTFILE", help="One host a line; without it this machine.", show_default=False
+            metavar="HOSTFILE", help="one host a line; without it this machine", show_default=False
         ),
     ] = Path("localhost")
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 Bootstrap = Annotated[
-    bool, option("First accept host keys and install your own key there.", "--bootstrap")
+    bool, option("first accept host keys and install your own key there", "--bootstrap")
 ]
-Yes = Annotated[bool, option("With --bootstrap: accept without asking.", "--yes", "-y")]
+Yes = Annotated[bool, option("accept without asking, with --bootstrap", "--yes", "-y")]
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
@@ -224,13 +224,12 @@ def uninstall(
     only: Annotated[
         list[str] | None,
         option(
-            "environment, cache or runs (with checkpoints); may be repeated (default: "
-            "environment).",
+            "environment, cache or runs (with checkpoints); may be repeated (default: environment)",
             "--only",
             metavar="PART",
         ),
     ] = None,
-    yes: Annotated[bool, option("Remove it; otherwise list it.", "--yes", "-y")] = False,
+    yes: Annotated[bool, option("remove it; otherwise list it", "--yes", "-y")] = False,
 ) -> None:
     """List what hvd_elastic has on every host (without a hostfile: here), with --yes remove it.
 

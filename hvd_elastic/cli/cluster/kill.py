@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 def kill(
     chosen: HostOptions,
     run_id: Annotated[
-        str | None, option("End what this run left, or a job's run.", "--run", metavar="RUN")
+        str | None, option("end what this run, or a job's run, has left", "--run", metavar="RUN")
     ] = None,
-    every: Annotated[bool, option("End every run's processes.", "--all")] = False,
+    every: Annotated[bool, option("end the processes of every run", "--all")] = False,
     strays: Annotated[
-        bool, option("End workers that a dead torchrun, mpirun or horovodrun left.", "--strays")
+        bool, option("end workers that a dead torchrun, mpirun or horovodrun left", "--strays")
     ] = False,
     user_processes: Annotated[
         str | None,
         option(
-            "End your processes whose command line matches this regular expression.",
+            "end your processes whose command line matches this regular expression",
             "--user-processes",
             metavar="PATTERN",
         ),
     ] = None,
     grace: Annotated[
-        float, number_option("Between TERM and KILL.", "--grace", metavar="SECONDS")
+        float, number_option("time between TERM and KILL", "--grace", metavar="SECONDS")
     ] = 5.0,
 ) -> None:
     """End your own processes of a run, with their descendants, on every host.

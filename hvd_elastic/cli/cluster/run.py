@@ -32,47 +32,52 @@ def run(
         ),
     ],
     gather: Annotated[
-        bool, option("Show output at the end, the same of many hosts once.", "--gather", "-b")
+        bool, option("show output at the end, equal output of several hosts once", "--gather", "-b")
     ] = False,
     timeout: Annotated[
         float | None,
         number_option(
-            "For the command on each host.", "--timeout", "-t", least=0.1, metavar="SECONDS"
+            "time limit for the command on each host",
+            "--timeout",
+            "-t",
+            least=0.1,
+            metavar="SECONDS",
         ),
     ] = None,
     total_timeout: Annotated[
         float | None,
-        number_option("For all hosts together.", "--total-timeout", least=0.1, metavar="SECONDS"),
+        number_option(
+            "time limit for all hosts together", "--total-timeout", least=0.1, metavar="SECONDS"
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,
         option(
-            "Set a variable there, to this shell's value if none is given; may be repeated.",
+            "set a variable there, to this shell's value if none is given; may be repeated",
             "--env",
             "-e",
             metavar="NAME[=VALUE]",
         ),
     ] = None,
     cwd: Annotated[
-        str | None, option("Run in this folder (default: the home).", "--cwd", metavar="DIR")
+        str | None, option("run in this folder (default: home)", "--cwd", metavar="DIR")
     ] = None,
     sudo: Annotated[
-        bool, option("Run as root, by a sudo that asks for no password.", "--sudo")
+        bool, option("run as root, with a sudo that asks for no password", "--sudo")
     ] = False,
     retries: Annotated[
-        int, whole_number_option("Further attempts to connect to a host.", "--retries", least=0)
+        int, whole_number_option("further attempts to connect to a host", "--retries", least=0)
     ] = 0,
     pty: Annotated[
-        bool, option("Give the command on the one host of --hosts this terminal.", "--pty")
+        bool, option("give this terminal to the command, on the one host of --hosts", "--pty")
     ] = False,
     stdin_each: Annotated[
         str | None,
-        option(
-            "A file for each host as its input; {host} in its name.", "--stdin-each", metavar="FILE"
-        ),
+        option("input file of each host; {host} in its name", "--stdin-each", metavar="FILE"),
     ] = None,
     no_stdin: Annotated[
-        bool, option("No input for the command; else it gets this one's.", "--no-stdin", "-n")
+        bool,
+        option("give the command no input (default: a copy of this input)", "--no-stdin", "-n"),
     ] = False,
 ) -> None:
     """Run a shell command on every host; show output as it arrives, with the host's name.
@@ -93,6 +98,8 @@ def run(
 
       runclust hosts --hosts gpu3 --pty htop
     """
+    if stdin_each is not None and no_stdin:
+        raise UsageError("--stdin-each gives the command an input, --no-stdin none: give one")
     text = join_command(command)
     how = HowToRun(_read_environment(env or ()), cwd or "", sudo)
     if chosen.dry_run:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.engines.slurm_options import parse_nodes
+from hvd_elastic.cli.engines import slurm_options, tell
 from hvd_elastic.cli.options import (
     RequiredRun,
     argument,
@@ -33,7 +33,7 @@ from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.engines.growth import Limits
 from hvd_elastic.engines.kubernetes import manifests
-from hvd_elastic.engines.kubernetes.api import why_pending
+from hvd_elastic.engines.kubernetes.api import why_ended, why_pending
 from hvd_elastic.engines.kubernetes.kubectl import Kubectl, leader_pod
 from hvd_elastic.engines.kubernetes.manifests import Asked, as_yaml, check_name
 from hvd_elastic.engines.kubernetes.pods import ROLE_LABEL, RUN_LABEL
@@ -42,8 +42,9 @@ from hvd_elastic.hosts.hostfile import Host, Hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.replaced_files import replacing
+from hvd_elastic.replaced_files import replacing, write_whole
 
+_tell = functools.partial(tell, "kubernetes")
 _LOOK_AT_S = 600
 """How long a pod stays in which a run that has ended is looked at [s]."""
 _LINGER_S = 2.0
@@ -98,7 +99,7 @@ class LeadOptions(RunOptions):
         """
         if self.pods is None:
             raise UsageError("say how many pods the run may have: --pods 2-8")
-        return parse_nodes(self.pods, "--pods")
+        return slurm_options.parse_nodes(self.pods, "--pods")
 
     @functools.cached_property
     def given(self) -> Hostfile:
@@ -121,11 +122,7 @@ class LeadOptions(RunOptions):
         )
 
 
-NOT_HERE = (
-    *("hostfile", "inside", "cloud", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts"),
-    *("python", "preemption"),
-)
-"""Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
+NOT_HERE = (*slurm_options.NOT_HERE, "python", "preemption")
 
 
 @dataclass(frozen=True)
@@ -296,8 +293,16 @@ def _submit_again(run_id: str, passed: list[str], kubectl: Kubectl) -> None:
     kept = [f"service/{name}", *([f"pvc/{name}"] if is_made else [])]
     for each in kept:  # before the old job goes, and takes along what it owns
         _own(kubectl, each, None)
-    kubectl.call("delete", f"job/{name}", "--wait=true")
-    owner = _owner(kubectl.create(again))
+    try:
+        kubectl.call("delete", f"job/{name}", "--wait=true")
+        owner = _owner(kubectl.create(again))
+    except (RunError, KeyboardInterrupt) as error:
+        path = Path(f"{name}.json")
+        write_whole(path, json.dumps(again, indent=1))  # the cluster may not have it any more
+        raise RunError(
+            f"run {run_id} was not submitted again ({str(error) or 'interrupted'}). If there is no "
+            f"job {name} now, make it with: kubectl create --filename {path}"
+        ) from error
     for each in kept:
         _own(kubectl, each, owner)
     _say_submitted(run_id, False, "its pods again")
@@ -383,10 +388,6 @@ def lead_in_pod(options: LeadOptions) -> None:
     status = lead(spec, folder, resumed=past.attempts > 0, as_json=options.as_json, engine=engine)
     time.sleep(_LINGER_S)
     raise typer.Exit(0 if status == INTERRUPTED else status)
-
-
-def _tell(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  kubernetes: {text}", flush=True)
 
 
 # -- from outside ------------------------------------------------------------------------------
@@ -483,10 +484,12 @@ def _pod_of(kubectl: Kubectl, run_id: str) -> str:
     if pod := leader_pod(pods):
         return pod
     job = kubectl.get(f"job/{name}")
+    why = next((text for pod in pods if (text := why_pending(pod) or why_ended(pod))), "")
     if not _is_over(job):
-        why = next((text for text in map(why_pending, pods) if text), "")
+        if job["spec"].get("suspend"):
+            why = "its job is suspended, by a queue such as Kueue's or by hand"
         why = why or f"kubectl describe job/{name} says more"
-        raise RunError(f"the pod in which run {run_id} is led has not started: {why}")
+        raise RunError(f"no pod leads run {run_id} now: {why}")
     template = job["spec"]["template"]
     template["metadata"]["labels"] = {RUN_LABEL: run_id, ROLE_LABEL: "look"}
     container = template["spec"]["containers"][0]
@@ -503,7 +506,8 @@ def _pod_of(kubectl: Kubectl, run_id: str) -> str:
         "spec": template["spec"],
     }
     pod = kubectl.create(look)["metadata"]["name"]
-    print(f"no pod leads the run: {pod} shows it for {_LOOK_AT_S} s", file=sys.stderr)
+    last = f" (the last one: {why})" if why else ""
+    print(f"no pod leads the run{last}: {pod} shows it for {_LOOK_AT_S} s", file=sys.stderr)
     limit = f"--timeout={_START_S:g}s"
     with contextlib.suppress(RunError):
         words = ("wait", f"pod/{pod}", "--for=condition=Ready", limit)

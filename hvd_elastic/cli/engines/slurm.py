@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import typer
 
+from hvd_elastic.cli.engines import tell
 from hvd_elastic.cli.engines.slurm_options import (
     NOT_HERE,
     OF_ALLOCATIONS,
@@ -38,6 +40,7 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
 
+_tell = functools.partial(tell, "slurm")
 _AGAIN_S = 10.0
 """Time before a job that goes on with a run is submitted again [s]."""
 
@@ -202,10 +205,6 @@ def _sbatch_again(submission: Submission) -> str:
                 raise RunError(f"{error}. The run was not submitted again: {go_on}") from error
             _tell(f"{error}; trying again in {_AGAIN_S:g} s")
         time.sleep(_AGAIN_S)
-
-
-def _tell(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  slurm: {text}", flush=True)
 
 
 @dataclass

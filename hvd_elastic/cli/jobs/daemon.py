@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from hvd_elastic.jobs.place import ClusterFolder
     from hvd_elastic.policy.schedule.policies import Policy
 
+_LONGEST_REASON = 200
+"""Characters of the reason of a drain, which stands in the table of the hosts."""
+
 ClusterOption = Annotated[
     str | None,
     option("name of the cluster, if several", "--cluster", "-c", envvar="HVD_ELASTIC_CLUSTER"),
@@ -255,17 +258,16 @@ def _refuse_shared_hosts(name: str, hostfile: Path) -> None:
     from hvd_elastic.jobs.place import list_clusters
     from hvd_elastic.jobs.server import ask_daemon
 
-    own = {host.name for host in parse_hostfile(hostfile).hosts}
+    own = {host.name.lower() for host in parse_hostfile(hostfile).hosts}
     for other in list_clusters():
         if other.name == name or not other.daemon_alive():
             continue
         with contextlib.suppress(HostfileError):  # it is being edited
             if other.is_others:
-                theirs = {row["host"] for row in ask_daemon(other, Hosts()).data}
+                theirs = [row["host"] for row in ask_daemon(other, Hosts()).data]
             else:
-                listed = parse_hostfile(other.daemon().get("hostfile", "")).hosts
-                theirs = {host.name for host in listed}
-            common = sorted(own & theirs)
+                theirs = [*parse_hostfile(other.daemon().get("hostfile", "")).names]
+            common = sorted(name for name in theirs if name.lower() in own)
             if common:
                 raise RunError(
                     f"cluster {other.name}, which is up, has host {common[0]} too, and each of the "
@@ -382,9 +384,11 @@ def drain_host(
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 
-    if not reason.strip() or not reason.isprintable():
+    if not reason.strip() or not reason.isprintable() or len(reason) > _LONGEST_REASON:
+        shown = repr(reason if len(reason) <= _LONGEST_REASON else f"{reason[:40]}…")
         raise UsageError(
-            f"--reason {reason!r} is not valid: it is one line of text, shown beside the host"
+            f"--reason {shown} is not valid: it is one line of text of at most {_LONGEST_REASON} "
+            "characters, shown beside the host"
         )
     place = open_cluster(cluster)
     asked = DrainHost(host, reason.strip(), getpass.getuser(), time.time() if at is None else at)
@@ -392,16 +396,21 @@ def drain_host(
 
     def is_drained() -> bool:
         rows = ask_daemon(place, Hosts()).data
-        states = [row["state"] for row in rows if row["host"] == host]
-        return states in ([], ["drained"])
+        states = [row["state"] for row in rows if row["host"] == answer.data]
+        if states and states[0] not in ("drained", "leaving"):
+            raise RunError(f"host {answer.data} was given back meanwhile, so it is not drained")
+        return states != ["leaving"]
 
+    if not as_json:
+        print(answer.message, flush=True)
     if wait and at is None:
         wait_until(
             is_drained,
-            f"jobs still have slots of host {host}; a plain command keeps its slot until it ends. "
-            "Ctrl-C ends the waiting alone; see: hvd-elastic hosts",
+            f"jobs still have slots of host {answer.data}; a plain command keeps its slot until it "
+            "ends. Ctrl-C ends the waiting alone; see: hvd-elastic hosts",
         )
-    _answer(answer, as_json)
+    if as_json:
+        _answer(answer, as_json)
 
 
 def undrain(

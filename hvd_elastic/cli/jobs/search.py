@@ -33,10 +33,10 @@ from hvd_elastic.cli.output import print_json, print_rows, table_lines, wait_unt
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
-from hvd_elastic.search.rungs import judged_value, rungs_reached
+from hvd_elastic.search.rungs import judged_examples, judged_value, rungs_reached
 from hvd_elastic.search.searching import Search, cluster_of
-from hvd_elastic.search.space import Param, check_space, grid_size, of_file, parse_param
-from hvd_elastic.search.study import SAMPLERS, Definition, Study, list_studies, require_optuna
+from hvd_elastic.search.space import Space, check_space, grid_size, of_file, parse_param
+from hvd_elastic.search.study import SAMPLERS, Definition, Study, require_optuna, study_names
 from hvd_elastic.search.trials import Rules, Trial
 
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ class SearchOptions(SubmitOptions):
 
     def definition(self, place: ClusterFolder) -> Definition:
         """Return what the study searches, and how."""
-        params = tuple(parse_param(text) for text in self.param or ())
-        trials = self.trials or grid_size(params)
+        trials = self.trials or grid_size(dict(map(parse_param, self.param or ())))
         request = self.request(place)
         deadline = self.deadline and time.time() + parse_duration("--deadline", self.deadline)
         return Definition(
@@ -128,7 +127,7 @@ class SearchOptions(SubmitOptions):
             ),
             request=replace(request, name=request.name[:_LONGEST_NAME], deadline=None),
             cluster=str(place.path),
-            params=params,
+            params=tuple(self.param or ()),
             space=None if self.space is None else str(self.space.absolute()),
             sampler=self.sampler,
             seed=secrets.randbits(31) if self.seed is None else self.seed,
@@ -180,7 +179,7 @@ class SearchOptions(SubmitOptions):
         if self.sampler == "grid" and self.space is not None:
             raise UsageError("--sampler grid needs all values in advance: give --param, not a file")
         if self.sampler == "grid":
-            _check_grid(tuple(map(parse_param, self.param or ())), self.trials)
+            _check_grid(dict(map(parse_param, self.param or ())), self.trials)
         elif self.trials is None:
             raise UsageError("give --trials N: how many trials the study has at most")
         if self.sampler == "gp":
@@ -209,7 +208,7 @@ class SearchOptions(SubmitOptions):
                 where = f"{self.space}, for every trial"
                 check_space([*values], self.command or (), source=where)
             return
-        names = [parse_param(text).name for text in self.param or ()]
+        names = [parse_param(text)[0] for text in self.param or ()]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise UsageError(f"--param names {twice[0]} twice")
@@ -234,12 +233,21 @@ def start(options: SearchOptions, detach: Detach = False) -> None:
       hvd-elastic search space.py --metric val_loss --goal min --trials 64 --rungs 3
       --max-examples 5e6 -- python train.py --lr {lr} --width {width}
     """
+    require_optuna()
+    from optuna.distributions import IntDistribution
+
     from hvd_elastic.jobs.place import open_cluster
 
     options.check()
     place = open_cluster(options.cluster)
     _check_daemon(place)
     definition = options.definition(place)
+    for each, values in definition.values.items():
+        if isinstance(values, IntDistribution):
+            print(
+                f"{each}: whole numbers from {values.low} to {values.high}; with a point in a "
+                f"bound, such as {values.low}.0, any number between them"
+            )
     _run(Study.create(definition), detach, definition.rules)
 
 
@@ -263,7 +271,7 @@ def resume(
     study = Study.open(name)
     rules = study.definition.rules
     if study.definition.sampler == "grid":
-        _check_grid(study.definition.params, trials)
+        _check_grid(study.definition.values, trials)
     if deadline is not None:
         until = time.time() + parse_duration("--deadline", deadline)
         rules = replace(rules, deadline=until)
@@ -313,22 +321,30 @@ def list_(as_json: AsJson = False) -> None:
     Examples:
       hvd-elastic search list
     """
-    found = [_about(study) for study in list_studies()]
+    found, unreadable = [], []
+    for name in study_names():
+        try:
+            found.append(_about(Study.open(name)))
+        except RunError as error:
+            unreadable.append(str(error))
+    found.sort(key=lambda about: about["created"])
     if as_json:
         print_json(found)
-        return
-    if not found:
+    elif found:
+        cells = [["STUDY", "STATE", "TRIALS", "CREATED", "METRIC"]]
+        cells += [
+            [
+                *(about["name"], about["state"], str(about["number"])),
+                *(date_words(about["created"])[:16], f"{about['metric']}, {about['goal']}"),
+            ]
+            for about in found
+        ]
+        for line in table_lines(cells, left={0, 1, 3, 4}):
+            print(line)
+    elif not unreadable:
         print("there is no study yet; start one with: hvd-elastic search --param …")
-        return
-    width = max(len(about["name"]) for about in found)
-    width = max(width, 5)
-    print(f"{'STUDY':<{width}}  {'STATE':<8}  TRIALS  {'CREATED':<16}  METRIC")
-    for about in found:
-        created = date_words(about["created"])[:16]
-        print(
-            f"{about['name']:<{width}}  {about['state']:<8}  {about['number']:>6}  {created}  "
-            f"{about['metric']}, {about['goal']}"
-        )
+    if unreadable:
+        raise RunError("\n".join(unreadable))
 
 
 def stop(name: StudyArgument, as_json: AsJson = False) -> None:
@@ -338,9 +354,10 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
       hvd-elastic search stop digits
     """
     study = Study.open(name)
+    words = f"study {name} has ended; see: hvd-elastic search show {name}"
     if study.is_running:
         study.stop_request.touch()
-    else:
+    elif any(trial.status.active for trial in study.trials()):
         _check_daemon(cluster_of(study))
         with study.lock():
             study.stop_request.touch()
@@ -350,7 +367,6 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
         lambda: not study.is_running,
         f"the jobs of study {name} write a last checkpoint; see: hvd-elastic queue",
     )
-    words = f"study {name} has ended; see: hvd-elastic search show {name}"
     print(json.dumps({"ok": True, "message": words}) if as_json else words)
 
 
@@ -391,6 +407,12 @@ def best(
         )
     if get is not None:
         _get(found["run_id"], get, to, as_json)
+        print(
+            f"trial {found['trial']} of study {name}, after {found['examples']:,.0f} useful "
+            f"examples; its {study.definition.metric} of {_short(found['value'])} is that at "
+            f"{found['value_examples']:,.0f}",
+            file=sys.stderr,
+        )
         return
     if as_json:
         print_json(found)
@@ -398,8 +420,11 @@ def best(
     print_rows(
         [
             ("trial", f"{found['trial']} of study {name}, {found['status']}"),
-            (study.definition.metric, _short(found["value"])),
-            ("trained", f"{found['examples']:,.0f} useful examples"),
+            (
+                study.definition.metric,
+                f"{_short(found['value'])} at {found['value_examples']:,.0f} useful examples",
+            ),
+            ("trained", f"{found['examples']:,.0f} useful examples; --get copies this model"),
             *((each, str(value)) for each, value in found["params"].items()),
             ("run", found["run_id"]),
             ("files", f"hvd-elastic search best {name} --get FILE"),
@@ -433,8 +458,8 @@ def _check_daemon(place: ClusterFolder) -> None:
     ask_daemon(place, Hosts())
 
 
-def _check_grid(params: Sequence[Param], trials: int | None) -> None:
-    size = grid_size(params)
+def _check_grid(space: Space, trials: int | None) -> None:
+    size = grid_size(space)
     if trials is not None and trials > size:
         raise UsageError(f"--trials {trials}: the grid has {count(size, 'point')}")
 
@@ -474,7 +499,10 @@ def _search(study: Study, tell: Callable[[str], None]) -> int:
             f"the journal of study {study.name} cannot be written: {error.strerror}. Its trials "
             f"go on; when there is room in {study.folder}: hvd-elastic search resume {study.name}"
         ) from error
-    tell(f"study {study.name} has ended: {why}. Best: hvd-elastic search best {study.name}")
+    words = f"study {study.name} has ended: {why}"
+    if any(math.isfinite(point.value) for trial in search.trials for point in trial.points):
+        words += f". Best: hvd-elastic search best {study.name}"
+    tell(words)
     return 0
 
 
@@ -525,6 +553,7 @@ def _row(rules: Rules, trial: Trial) -> dict[str, Any]:
         "trial": trial.number,
         "status": trial.status.value,
         "value": _number(judged_value(rules, trial)),
+        "value_examples": judged_examples(rules, trial),
         "examples": trial.examples,
         "rung": rungs_reached(rules, trial),
         "params": dict(trial.params),

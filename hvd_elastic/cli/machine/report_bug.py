@@ -48,7 +48,7 @@ _REMOVED = "[removed]"
 
 def report_bug(
     run: OptionalRun = None,
-    out: Annotated[Path, option("The file to write.", "--out", "-o")] = Path("hvd-elastic-bug.txt"),
+    out: Annotated[Path, option("file to write", "--out", "-o")] = Path("hvd-elastic-bug.txt"),
 ) -> None:
     """Gather versions, and the ends of a run's events and logs, in one file to look through.
 

@@ -34,26 +34,28 @@ from hvd_elastic.virtual.plan import parse_shape
 from hvd_elastic.virtual.processes import find_tool
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
-_NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
+_NAME = typer.Option(
+    None, "--name", "-n", help="name of the cluster; not needed if there is one only"
+)
 _SHARE = typer.Option(
-    [], help="A file or folder under /tmp, /data or /run that the hosts see; repeatable."
+    [], help="file or folder under /tmp, /data or /run that the hosts see; may be repeated"
 )
 _Cpus = Annotated[
-    float | None, number_option("CPU cores each host may use, such as 0.5.", "--cpus", least=0.01)
+    float | None, number_option("CPU cores each host may use, such as 0.5", "--cpus", least=0.01)
 ]
-_COPY = typer.Option(None, help="Write a second copy of the hostfile here.")
+_COPY = typer.Option(None, help="write a second copy of the hostfile here")
 _COMMAND = typer.Argument(
-    None, metavar="[-- COMMAND…]", help="One word is a shell line; none is a login shell."
+    None, metavar="[-- COMMAND…]", help="one word is a shell line; none is a login shell"
 )
 _HowMany = Annotated[
     int,
     typer.Argument(
-        metavar="N", parser=lambda text: parse_whole_number("N", text), help="How many."
+        metavar="N", parser=lambda text: parse_whole_number("N", text), help="number of hosts"
     ),
 ]
-_HOST = typer.Argument(..., metavar="HOST", help="A host such as vc1-2, or its number.")
+_HOST = typer.Argument(..., metavar="HOST", help="host such as vc1-2, or its number")
 _HOSTS = typer.Argument(
-    ..., metavar="HOST", help="A host such as vc1-2, its number, or @LABEL of the hostfile."
+    ..., metavar="HOST", help="host such as vc1-2, its number, or @LABEL of the hostfile"
 )
 
 
@@ -125,21 +127,26 @@ def _kind(record: dict[str, Any]) -> str:
     epilog="Examples: virtclust up 3x2    virtclust up 8x1 --name big --rate 1gbit --cpus 1"
 )
 def up(
-    shape: str = typer.Argument(..., metavar="HOSTSxSLOTS", help="Such as 3x2."),
+    shape: str = typer.Argument(
+        ..., metavar="HOSTSxSLOTS", help="number of hosts and of slots on each, such as 3x2"
+    ),
     name: str | None = typer.Option(
-        None, "--name", "-n", help="Hosts are called NAME-1, NAME-2, …; default vc1, vc2, …"
+        None,
+        "--name",
+        "-n",
+        help="name of the cluster, whose hosts are NAME-1, NAME-2, … (default: vc1, vc2, …)",
     ),
     rate: str | None = typer.Option(
-        None, help="Rate of each host's link in each direction: 1gbit, 200mbit."
+        None, help="rate of each host's link in each direction: 1gbit, 200mbit"
     ),
     cpus: _Cpus = None,
     loopback: bool = typer.Option(
-        False, "--loopback", help="Addresses of 127/8 instead of namespaces, even with root."
+        False, "--loopback", help="use addresses of 127/8 instead of namespaces, even with root"
     ),
     share: list[Path] = _SHARE,
     hostfile: Path | None = _COPY,
     users: str | None = typer.Option(
-        None, help="Accounts to make on this machine, such as ada,grace; down removes them."
+        None, help="accounts to make on this machine, such as ada,grace; down removes them"
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -185,7 +192,7 @@ def up(
 @app.command(epilog="Examples: virtclust down    virtclust down --name vc2    virtclust down --all")
 def down(
     name: str | None = _NAME,
-    every: bool = typer.Option(False, "--all", help="All clusters of this user."),
+    every: bool = typer.Option(False, "--all", help="end all clusters of this user"),
     as_json: AsJson = False,
 ) -> None:
     """End a cluster and leave nothing behind, also after a crash or a killed virtclust."""
@@ -225,7 +232,7 @@ def _act(
 
 @app.command(epilog="Example: virtclust cut vc1-2")
 def cut(host: str = _HOSTS, name: str | None = _NAME, as_json: AsJson = False) -> None:
-    """Pull a host's cable: packets are lost without a word, connections stay open."""
+    """Pull a host's cable: packets are lost silently, connections stay open."""
     _act(host, name, lambda cluster, it: cluster.cut(it), "its cable is pulled", as_json)
 
 
@@ -240,7 +247,7 @@ def crash(
     host: str = _HOSTS,
     name: str | None = _NAME,
     silent: bool = typer.Option(
-        False, "--silent", help="Peers see no closed connection, as when the power fails."
+        False, "--silent", help="close no connection, as when the power fails"
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -265,7 +272,7 @@ def add(hosts: _HowMany, name: str | None = _NAME, as_json: AsJson = False) -> N
 @app.command(epilog="Example: hvd-elastic run --hostfile $(virtclust hostfile --path) -- …")
 def hostfile(
     name: str | None = _NAME,
-    path: bool = typer.Option(False, "--path", help="Print where it is instead."),
+    path: bool = typer.Option(False, "--path", help="print its path instead"),
     as_json: AsJson = False,
 ) -> None:
     """Print a cluster's hostfile."""
@@ -297,7 +304,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: virtclust status --name vc1")
 def status(name: str | None = _NAME, as_json: AsJson = False) -> None:
-    """Show a cluster's hosts and how they stand: up, cut or off."""
+    """Show a cluster's hosts and their state: up, cut or off."""
     record = _describe(VirtualCluster.find(name))
     _say(
         as_json,

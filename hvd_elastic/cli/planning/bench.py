@@ -51,7 +51,7 @@ def input_(
     """Measure how fast a script's loader reads on this host, without training.
 
     The script runs up to its loop over the loader, as one process. The loader then reads with the
-    script's own data set, transform and processes for some seconds, and the script ends. The result
+    script's own dataset, transform and processes for some seconds, and the script ends. The result
     is the number of examples in a second, and the time of a step that this can feed.
 
     Examples:

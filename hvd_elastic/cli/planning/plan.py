@@ -172,7 +172,7 @@ def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) ->
             f"The gradient noise scale is taken to stay at {number_words(evidence.noise)} examples."
         )
     if todo is not None:
-        notes.append(f"Time and cost are those of {number_words(todo)} useful examples.")
+        notes.append(f"Time and cost are for {number_words(todo)} useful examples.")
     return notes
 
 

@@ -42,7 +42,7 @@ _POLL_S = 0.1  # between two readings of files that are followed
 
 def stop(
     run: RequiredRun,
-    wait: Annotated[bool, option("Wait until the run has ended.")] = True,
+    wait: Annotated[bool, option("wait until the run has ended")] = True,
     as_json: AsJson = False,
 ) -> None:
     """End a run cleanly: its workers finish their step, and no process stays on the hosts.
@@ -106,7 +106,7 @@ def drain(
         argument("A host of the cluster; or a run, and a host of its hostfile.", "[RUN] HOST"),
     ],
     reason: Annotated[
-        str | None, option("Why a host of the cluster is drained, shown by hosts", "--reason")
+        str | None, option("reason for the drain, shown by hosts", "--reason")
     ] = None,
     at: Annotated[
         str | None,
@@ -122,8 +122,8 @@ def drain(
             metavar="TIME",
         ),
     ] = None,
-    undo: Annotated[bool, option("Give the host back to the run.", "--undo")] = False,
-    wait: Annotated[bool, option("Wait until the host is left.")] = True,
+    undo: Annotated[bool, option("give the host back to the run", "--undo")] = False,
+    wait: Annotated[bool, option("wait until the run has left the host")] = True,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -172,7 +172,7 @@ def drain(
             drained = _wait_until_drained(folder, follower, host, leave_in_s or 0.0)
         except KeyboardInterrupt:
             print(
-                f"run {folder.run_id} goes on leaving host {host}; give it back with: hvd-elastic "
+                f"run {folder.run_id} is still leaving host {host}; give it back with: hvd-elastic "
                 f"drain {folder.run_id} {host} --undo",
                 file=sys.stderr,
             )
@@ -207,13 +207,13 @@ def _wait_until_drained(
             match event:
                 case RunFinished():
                     return True
-                case HostDrained(host=drained) if drained == host:
+                case HostDrained(host=drained) if drained.lower() == host.lower():
                     return True
         if not alive:
             folder.need_leader("drain")
         if time.monotonic() > deadline:
             raise RunError(
-                f"run {folder.run_id} was told to leave host {host} and still has a worker there: "
+                f"run {folder.run_id} was asked to leave host {host} and still has a worker there: "
                 "only that one has the state of the training. Add a host to the hostfile, or see: "
                 f"hvd-elastic status {folder.run_id}"
             )

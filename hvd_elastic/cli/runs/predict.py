@@ -63,10 +63,10 @@ def predict(
     data: Annotated[str, option("the data set, on every host", metavar="FOLDER|URL")],
     out: Annotated[Path, option("where the outputs go, on this machine")],
 ) -> None:
-    """Compute a model's outputs for every example of a data set, on all hosts.
+    """Compute a model's outputs for every example of a dataset, on all hosts.
 
     The script makes the model and calls [bold]hvd.predict(model, data)[/bold]. Edit the hostfile
-    meanwhile to add or remove hosts. If it is interrupted or fails, the same command goes on with
+    meanwhile to add or remove hosts. If it is interrupted or fails, the same command continues with
     the examples that are missing.
 
     Examples:
@@ -120,7 +120,7 @@ class _Outputs:
     """The folder of outputs of one prediction.
 
     Attributes:
-        examples: number of examples of the data set; None: no worker has told it yet.
+        examples: number of examples of the dataset; None: no worker has told it yet.
         weights: path of the file with the weights.
     """
 
@@ -133,7 +133,7 @@ class _Outputs:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, folder: Path, checkpoint: str, data: str) -> Iterator[_Outputs]:
-        """Make the folder, or open it to go on; nobody else writes into it meanwhile.
+        """Make the folder, or open it to continue; nobody else writes into it meanwhile.
 
         Raises:
             UsageError: it has other files, or the outputs of another prediction.

@@ -103,7 +103,7 @@ class RunOptions:
         ),
     ] = None
     resume: Annotated[
-        str | None, option("lead a run on: its live workers, or else its newest checkpoint")
+        str | None, option("resume a run: its live workers, or else its newest checkpoint")
     ] = None
     detach: Annotated[
         bool, option("run in the background; see attach and logs", "--detach", "-d")
@@ -158,14 +158,14 @@ class RunOptions:
         str | None,
         option(
             "cloud of the hosts (aws, gcp or azure), whose metadata service each host asks "
-            "every second whether it will be taken away",
+            "every second whether it will be preempted",
             metavar="CLOUD",
         ),
     ] = None
     preemption_command: Annotated[
         str | None,
         option(
-            "run on every host every 5 s; exit status 0 says that the host will be taken away",
+            "run on every host every 5 s; exit status 0 means that the host will be preempted",
             metavar="COMMAND",
         ),
     ] = None
@@ -235,7 +235,8 @@ class RunOptions:
             Path.cwd()
         except FileNotFoundError:
             raise UsageError(
-                "the current folder was removed; cd to that of the script, also if it is there anew"
+                "the current folder was removed; cd to the folder of the script, even if it was "
+                "made again at the same place"
             ) from None
         _ = self.given  # if it cannot be used, this alone is reported
         raise_together(

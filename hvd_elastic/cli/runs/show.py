@@ -35,6 +35,7 @@ from hvd_elastic.run_events import (
     HostDraining,
     HostReturned,
     HostsChanged,
+    HostSlots,
     Output,
     ReadEvent,
     RunFinished,
@@ -89,7 +90,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
 def list_(
     as_json: AsJson = False,
     limit: Annotated[
-        int, whole_number_option("How many runs; 0 = all.", "--limit", "-n", least=0)
+        int, whole_number_option("number of runs to show; 0 = all", "--limit", "-n", least=0)
     ] = 20,
 ) -> None:
     """List runs, newest first.
@@ -127,12 +128,17 @@ def _steps_of(row: Mapping[str, Any]) -> str:
 
 def logs(
     run: OptionalRun = None,
-    follow: Annotated[bool, option("Wait for more until the run ends.", "--follow", "-f")] = False,
-    host: Annotated[str | None, option("Only the workers of this host.")] = None,
+    follow: Annotated[bool, option("wait for more until the run ends", "--follow", "-f")] = False,
+    host: Annotated[str | None, option("show the workers of this host only")] = None,
     lines: Annotated[
-        int, whole_number_option("Last lines of each worker; 0 = all.", "--lines", "-n", least=0)
+        int,
+        whole_number_option(
+            "number of last lines of each worker; 0 = all", "--lines", "-n", least=0
+        ),
     ] = 50,
-    leader: Annotated[bool, option("The output of a detached leader instead.", "--leader")] = False,
+    leader: Annotated[
+        bool, option("show the output of a detached leader instead", "--leader")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show or follow the output of the workers, each line with its worker.
@@ -204,7 +210,8 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:
         print(
-            f"detached; run {folder.run_id} goes on. End it with: hvd-elastic stop {folder.run_id}",
+            f"detached; run {folder.run_id} continues. End it with: hvd-elastic stop "
+            f"{folder.run_id}",
             file=sys.stderr,
         )
         return
@@ -228,7 +235,7 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
       horovodrun -np 2 --host-discovery-script ./hosts.sh python train.py
     """
     folder = open_run(run)
-    hosts: list[tuple[str, int]] | None = None
+    hosts: list[HostSlots] | None = None
     drained: set[str] = set()
     for event in folder.iter_events():
         match event:
@@ -244,7 +251,7 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
             f"run {folder.run_id} has not told its hosts yet; see: hvd-elastic status "
             f"{folder.run_id}"
         )
-    hosts = [(name, slots) for name, slots in hosts if name not in drained]
+    hosts = [host for host in hosts if host.name not in drained]
     if not folder.leader_alive():
         print(
             f"warning: run {folder.run_id} has no live leader; these are its last hosts",

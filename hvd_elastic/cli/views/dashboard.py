@@ -78,7 +78,7 @@ def top(
         float, number_option("seconds between two looks", "--interval", above=True)
     ] = 1.0,
 ) -> None:
-    """Show a run on the terminal as it goes on, until it ends or Ctrl-C.
+    """Show a run live on the terminal, until it ends or Ctrl-C.
 
     Examples:
       hvd-elastic top
@@ -154,16 +154,16 @@ def top(
 def report(
     run: OptionalRun = None,
     out: Annotated[
-        Path | None, option("Where to write it; report.html in the run folder if left out.")
+        Path | None, option("file to write (default: report.html in the run folder)")
     ] = None,
     cluster: Annotated[
-        bool, option("Report on a cluster that jobs share; RUN is its name.", "--cluster")
+        bool, option("report on a cluster that jobs share; RUN is its name", "--cluster")
     ] = False,
     compare: Annotated[
         list[str] | None,
-        option("Plot this run over it; may be repeated.", "--compare", metavar="RUN"),
+        option("plot this run in the same plots; may be repeated", "--compare", metavar="RUN"),
     ] = None,
-    open_: Annotated[bool, option("Open it in a browser.", "--open")] = False,
+    open_: Annotated[bool, option("open it in a browser", "--open")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Summarize a run, and plot it in one HTML file that needs no network.

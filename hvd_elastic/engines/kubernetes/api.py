@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
 import ssl
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,18 @@ from hvd_elastic.json_text import parse_json
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token of its service account."""
+PATIENCE_S = 120.0
+"""How long a run waits for the API server at its begin and at its end [s]."""
+_AGAIN_S = 1.0
 _TIMEOUT_S = 10.0
 """Time limit of a call [s]."""
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 """Reasons why a container waits that have to do with its image."""
+_LACKS = (
+    ("hvd_elastic", re.compile("No module named '?hvd_elastic")),
+    ("python3 on its PATH", re.compile("python3.*not found")),
+)
+"""What an image lacks, by the last words of its container."""
 
 
 class ApiError(RunError):
@@ -30,6 +41,13 @@ class ApiError(RunError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+        if self.is_passing:
+            self.exit_status = os.EX_TEMPFAIL  # the job makes another leader
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same call may succeed later: the server is away, or has too much to do."""
+        return self.status in (0, http.client.TOO_MANY_REQUESTS) or self.status >= 500
 
 
 class Api:
@@ -61,15 +79,28 @@ class Api:
                 "hvd-elastic k8s setup, and leave automountServiceAccountToken out"
             ) from error
 
-    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def call(
+        self, method: str, path: str, body: Any = None, patience_s: float = 0.0
+    ) -> dict[str, Any]:
         """Return the answer to a call about objects of the namespace.
 
         Args:
             path: path behind that of the namespace, such as ``pods/NAME``.
+            patience_s: how long the call is repeated while the server is away or busy [s].
 
         Raises:
             ApiError: it was refused, or there is no answer.
         """
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._call_once(method, path, body)
+            except ApiError as error:
+                if not error.is_passing or time.monotonic() > deadline:
+                    raise
+            time.sleep(_AGAIN_S)
+
+    def _call_once(self, method: str, path: str, body: Any) -> dict[str, Any]:
         # Not through a proxy of the environment; the token is replaced every hour.
         connection = http.client.HTTPSConnection(
             self._host, self._port, timeout=_TIMEOUT_S, context=self._context
@@ -93,14 +124,14 @@ class Api:
             raise ApiError(refusal_words(answer.status, said, self.namespace), answer.status)
         return found
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, patience_s: float = 0.0) -> None:
         """Delete an object, which may be gone already.
 
         Raises:
             ApiError: as of :meth:`call`.
         """
         try:
-            self.call("DELETE", path)
+            self.call("DELETE", path, patience_s=patience_s)
         except ApiError as error:
             if error.status != http.client.NOT_FOUND:
                 raise
@@ -125,9 +156,17 @@ def refusal_words(status: int, said: str, namespace: str) -> str:
     return f"Kubernetes refuses: {said}"
 
 
+def is_gated(pod: Mapping[str, Any]) -> bool:
+    """Return whether a queue, such as Kueue's, holds a pod back."""
+    conditions = pod.get("status", {}).get("conditions", ())
+    return any(each.get("reason") == "SchedulingGated" for each in conditions)
+
+
 def why_pending(pod: Mapping[str, Any]) -> str:
     """Return why a pod has not started yet, and what to do; empty: it is about to."""
     status = pod.get("status", {})
+    if is_gated(pod):
+        return "a queue, such as Kueue's, holds it back until there is room for it"
     for condition in status.get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return (
@@ -161,8 +200,9 @@ def why_ended(pod: Mapping[str, Any]) -> str:
                 "it was killed because it used more memory than its limit: raise "
                 "resources.limits.memory in --pod-template, or take smaller batches"
             )
-        if "No module named 'hvd_elastic" in last:
-            return f"its image {container.get('image')} has no hvd_elastic ({last}): install it"
+        for lacks, words in _LACKS:
+            if words.search(last):
+                return f"its image {container.get('image')} has no {lacks} ({last}): install it"
         if code:
             return f"it ended with exit status {code} ({last or reason})"
     return ""

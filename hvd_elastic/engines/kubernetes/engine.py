@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from hvd_elastic import __version__
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dial_in.hosts import DialInHosts
 from hvd_elastic.engines.growth import Growth, Limits, growing
-from hvd_elastic.engines.kubernetes.api import Api, ApiError
+from hvd_elastic.engines.kubernetes.api import PATIENCE_S, Api, ApiError
 from hvd_elastic.engines.kubernetes.manifests import PORT
 from hvd_elastic.engines.kubernetes.pods import Pods
 from hvd_elastic.errors import RunError
@@ -92,9 +93,10 @@ def kubernetes_engine(
     grace_s = max(60.0, 2 * spec.leader_grace_s)
     again: Any = {"grace_s": grace_s, "port": PORT, "certificate": _certificate(folder)}
     hosts = DialInHosts(folder.hosts, own["status"]["podIP"], tell, **again)
+    owned = {"ownerReferences": [{**owner, "controller": False, "blockOwnerDeletion": False}]}
+    pod["metadata"] |= owned
+    pods = Pods(hosts, api, pod, start_limit_s, tell)
     try:
-        owned = {"ownerReferences": [{**owner, "controller": False, "blockOwnerDeletion": False}]}
-        pod["metadata"] |= owned
         notice_s = pod["spec"]["terminationGracePeriodSeconds"] - _MARGIN_S
         invitation = {
             **hosts.dial_in.invitation,
@@ -104,20 +106,16 @@ def kubernetes_engine(
             "after_sigterm_s": max(1.0, notice_s),
         }
         _tell_invitation(api, owner["name"], owned, invitation)
-        pods = Pods(hosts, api, pod, start_limit_s, tell)
         growth = Growth(pods, limits, spec, tell)
         earlier = len(pods.list())
-        try:
-            with growing(growth, folder, tell), _draining(folder, hosts, pods):
-                _wait(folder, hosts, limits, earlier, tell)
-                yield hosts
-        finally:
-            hosts.close()
-            pods.delete_all()
-            with contextlib.suppress(ApiError):
-                api.delete(f"secrets/{owner['name']}")
+        with growing(growth, folder, tell), _draining(folder, hosts, pods):
+            _wait(folder, hosts, limits, earlier, tell)
+            yield hosts
     finally:
         hosts.close()
+        pods.delete_all()
+        with contextlib.suppress(ApiError):
+            api.delete(f"secrets/{owner['name']}")
 
 
 def _certificate(folder: RunFolder) -> str:
@@ -136,9 +134,12 @@ def _tell_invitation(
         "metadata": {"name": name, **owned},
         "stringData": {"invitation": json.dumps(invitation)},
     }
-    with contextlib.suppress(ApiError):
-        api.delete(f"secrets/{name}")
-    api.call("POST", "secrets", secret)
+    api.delete(f"secrets/{name}", PATIENCE_S)
+    try:
+        api.call("POST", "secrets", secret, PATIENCE_S)
+    except ApiError as error:
+        if error.status != http.client.CONFLICT:  # made by a call whose answer was lost
+            raise
 
 
 def _wait(
@@ -211,7 +212,7 @@ def own_pod(api: Api) -> dict[str, Any]:
         RunError: the service account may not read it, or no job owns it.
     """
     name = os.environ.get("POD_NAME") or socket.gethostname()
-    pod = api.call("GET", f"pods/{name}")
+    pod = api.call("GET", f"pods/{name}", patience_s=PATIENCE_S)
     owners = pod["metadata"].get("ownerReferences", ())
     if not any(each["kind"] == "Job" for each in owners):
         raise RunError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import yaml
 
 from hvd_elastic.engines.kubernetes.pods import ROLE_LABEL, RUN_LABEL
 from hvd_elastic.errors import UsageError
@@ -234,48 +237,36 @@ def _set(container: dict[str, Any], name: str, value: str | dict[str, Any]) -> N
     container["env"] = [*rest, {"name": name, **entry}]
 
 
-_PLAIN = re.compile(r"[A-Za-z/][\w./-]*")
-_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", "none"}
+_PLAIN = re.compile(r"[A-Za-z/][\w./-]+")
+"""Text that no parser of YAML takes for anything else; the library quotes ``true`` and ``null``."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # kubectl's parser takes 1e-3 and y for a number and a truth value, other than the library's.
+    style = "|" if "\n" in text else None if _PLAIN.fullmatch(text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def as_yaml(manifests: Sequence[Mapping[str, Any]]) -> str:
     """Return manifests as documents of YAML.
 
-    >>> print(as_yaml([{"kind": "Job", "spec": {"args": ["-n", "2"], "on": True}}]), end="")
+    >>> print(as_yaml([{"kind": "Job", "spec": {"args": ["1e-3", "y", "true"]}}]), end="")
     kind: Job
     spec:
       args:
-      - "-n"
-      - "2"
-      "on": true
+      - "1e-3"
+      - "y"
+      - 'true'
     """
-    return "---\n".join("".join(f"{line}\n" for line in _lines(each)) for each in manifests)
-
-
-def _lines(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            lines = [*_lines(inner)]
-            if isinstance(inner, Mapping) and inner:
-                yield f"{_scalar(key)}:"
-                yield from (f"  {line}" for line in lines)
-            elif isinstance(inner, list) and inner:
-                yield f"{_scalar(key)}:"
-                yield from lines
-            elif isinstance(inner, str) and inner.startswith("{\n"):  # JSON of ours
-                yield f"{_scalar(key)}: |-"
-                yield from (f"  {line}" for line in inner.split("\n"))
-            else:
-                yield f"{_scalar(key)}: {lines[0]}"
-    elif isinstance(value, list) and value:
-        for inner in value:
-            first, *rest = _lines(inner)
-            yield f"- {first}"
-            yield from (f"  {line}" for line in rest)
-    else:
-        yield _scalar(value)
-
-
-def _scalar(value: Any) -> str:
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-    return str(value) if is_plain else json.dumps(value)
+    made = yaml.dump_all(
+        manifests, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=sys.maxsize
+    )
+    return str(made)

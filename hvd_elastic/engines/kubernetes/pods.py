@@ -10,7 +10,14 @@ from urllib.parse import quote
 
 from hvd_elastic.engines.dial_in.hosts import DialInHosts
 from hvd_elastic.engines.growth import Grant
-from hvd_elastic.engines.kubernetes.api import Api, ApiError, why_ended, why_pending
+from hvd_elastic.engines.kubernetes.api import (
+    PATIENCE_S,
+    Api,
+    ApiError,
+    is_gated,
+    why_ended,
+    why_pending,
+)
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import duration_words
 
@@ -56,10 +63,15 @@ class Pods:
         """Since when pods are known to be deleted, by name [monotonic s]."""
         self._not_before, self._pause_s, self._why = 0.0, _PAUSE_S, ""
 
-    def list(self) -> list[Grant]:
+    def _all(self, patience_s: float = 0.0) -> Sequence[Mapping[str, Any]]:
         run = self._pod["metadata"]["labels"][RUN_LABEL]
         chosen = quote(f"{RUN_LABEL}={run},{ROLE_LABEL}=host")
-        pods = self._api.call("GET", f"pods?labelSelector={chosen}")["items"]
+        found = self._api.call("GET", f"pods?labelSelector={chosen}", patience_s=patience_s)
+        items: Sequence[Mapping[str, Any]] = found["items"]
+        return items
+
+    def list(self) -> list[Grant]:
+        pods = self._all()
         self._came |= {each.host.name for each in self._dialled.dial_in.hosts}
         if self._came & {pod["metadata"]["name"] for pod in pods}:
             self._pause_s = _PAUSE_S
@@ -83,6 +95,8 @@ class Pods:
             return None
         has_come = name in self._came
         now = time.monotonic()
+        if is_gated(pod):
+            self._seen.pop(name, None)  # asked for again, it would lose its place in the queue
         waited_s = now - self._seen.setdefault(name, now)
         if not has_come:
             why = why_pending(pod)
@@ -131,4 +145,5 @@ class Pods:
     def delete_all(self) -> None:
         """Delete all pods, at the end of the run; those that the job owns end with it otherwise."""
         with contextlib.suppress(RunError):
-            self.cancel([grant.grant_id for grant in self.list()])
+            for pod in self._all(PATIENCE_S):
+                self._api.delete(f"pods/{pod['metadata']['name']}", PATIENCE_S)

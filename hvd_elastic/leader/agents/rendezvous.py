@@ -21,7 +21,7 @@ class EntryRelay:
 
     A rank stores one value, its addresses for each other rank: all values together grow with the
     square of the world. So in a large world each host is sent the parts that its own ranks read,
-    once all values are there, since no rank can go on before.
+    once all values are there, since no rank can continue before.
     """
 
     def __init__(self, generation: int, members: Sequence[Member]) -> None:

@@ -15,6 +15,7 @@ from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.run_events import HostSlots
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.messages import HeldRun
 
@@ -139,7 +140,7 @@ class Takeover:
             if not found.asked and host not in self._held
         )
 
-    def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunTakenOver:
+    def event(self, hosts: tuple[HostSlots, ...]) -> ev.RunTakenOver:
         """Return the event with everything that was found; ``hosts``: slots of the hostfile."""
         none = HeldRun(generation=0, members=(), workers=())
         newest = max(self._held.values(), key=lambda held: held.generation, default=none)
@@ -148,7 +149,7 @@ class Takeover:
             hosts=hosts,
             agents=tuple(self._ready),
             awaited=tuple(host for host in self.asked if host not in self._ready),
-            # Numbers go on where nothing is held: no two generations of a run have the same.
+            # Numbers continue where nothing is held: no two generations of a run have the same.
             generation=newest.generation or past.generation,
             members=newest.members,
             # A changed --np is newer than an earlier hvd-elastic scale.
@@ -264,7 +265,7 @@ class Failover:
             self._takeover.deadline = min(self._takeover.deadline, time.monotonic() + TAKEOVER_S)
 
     def retry_unreachable_hosts(self, now: float) -> None:
-        """Try unreachable hosts again, and go on when the time is over; called often."""
+        """Try unreachable hosts again, and continue when the time is over; called often."""
         if self._takeover is not None:
             for host in self._takeover.due(now):
                 self._executor.start_agent(host, take_over=True)

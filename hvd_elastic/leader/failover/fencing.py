@@ -87,7 +87,7 @@ class OtherLeader:
         return (
             f"run {run} was taken over by {self.who.led_by} (since {self._since}), while nothing "
             "was heard from this leader. This one ends and starts nothing again. Whether the run "
-            f"goes on there or has ended, that machine knows: hvd-elastic status {run}"
+            f"still runs there or has ended, that machine knows: hvd-elastic status {run}"
         )
 
 

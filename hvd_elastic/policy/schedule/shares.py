@@ -17,7 +17,7 @@ import numpy as np
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.policies import Policy
 
-_LAG = 1 / 500
+_LAG = 1 / 1000
 """Time without a slot of the share that multiplies the worth of a user's jobs by e, as a part of
 the half-life. Less makes jobs wait longer; more lets use and share differ for longer."""
 _LEAST_LAG_S = 60.0
@@ -26,8 +26,8 @@ _MOST = 16.0
 """Largest such factor."""
 _FORGOTTEN_SLOT_S = 1.0
 """Use that is left of a user without jobs until nothing is kept any more [slot seconds]."""
-_OVER = 0.9
-"""Factor below which the reasons say that a user has had more than the share."""
+_OVER = 0.1
+"""Part of that time beyond the share from which the reasons say that a user has had more."""
 
 
 def fair_slots(
@@ -114,21 +114,35 @@ class Shares:
         asked = {user: max(self._asked.get(user, 0), held.get(user, 0)) for user in self.weights}
         return fair_slots(asked, self.weights, sum(held.get(user, 0) for user in asked))
 
-    def factors(self, capacity: int) -> dict[str, float]:
-        """Return by how much more the jobs of each user are worth, for what the user lacked.
+    def lags(self, capacity: int) -> dict[str, float]:
+        """Return for how long each user had no slot of the share, relative to the time that counts.
+
+        Below 0: the user had more than the share.
 
         Args:
             capacity: slots of the cluster.
         """
         together = sum(self.weights.values())
         lag_s = max(_LEAST_LAG_S, _LAG * self.half_life_s)
-        most = math.log(_MOST)
         found = {}
         for user, weight in self.weights.items():
             use = self.uses.get(user, Use())
-            lacked_s = (use.fair - use.used) / (capacity * weight / together)
-            found[user] = math.exp(min(max(lacked_s / lag_s, -most), most))
+            found[user] = (use.fair - use.used) / (capacity * weight / together) / lag_s
         return found
+
+    def factors(self, capacity: int) -> dict[str, float]:
+        """Return by how much more the jobs of each user are worth, for what the user lacked.
+
+        Whoever had more is not set back: it does no harm unless somebody lacks it, and that user
+        comes first. So a user with few jobs may have them done sooner than by the share.
+
+        Args:
+            capacity: slots of the cluster.
+        """
+        most = math.log(_MOST)
+        return {
+            user: math.exp(min(max(lag, 0.0), most)) for user, lag in self.lags(capacity).items()
+        }
 
     def policy(self, choose: Policy) -> Policy:
         """Return a policy that gives users their shares: ``choose`` with other priorities.
@@ -145,7 +159,8 @@ class Shares:
                 numbers[job.user] += 1
                 priorities[job.user] += job.priority  # type: ignore[assignment]
             self._asked = asked
-            factors = self.factors(sum(host.slots for host in hosts) or 1)
+            capacity = sum(host.slots for host in hosts) or 1
+            factors, lags = self.factors(capacity), self.lags(capacity)
             weighed = []
             for job in jobs:
                 mean = priorities[job.user] / numbers[job.user]
@@ -153,7 +168,7 @@ class Shares:
             found = dict(choose(weighed, hosts, now))
             for job in jobs:
                 slots = sum(found[job.name].hosts.values())
-                if factors[job.user] < _OVER and slots < job.max_slots:
+                if lags[job.user] < -_OVER and slots < job.max_slots:
                     reason = f"{found[job.name].reason}; {job.user} had more than the share"
                     found[job.name] = replace(found[job.name], reason=reason)
             return found

@@ -195,7 +195,7 @@ class Source(Node):
         )
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
-        """Carry out one command; digests are computed in another thread while feeding goes on."""
+        """Carry out one command; digests are computed in another thread while feeding continues."""
         if do == "digest":
             self._asked.put((message["name"], unpack(message["files"])))
         else:

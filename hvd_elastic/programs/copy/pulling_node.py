@@ -329,7 +329,7 @@ class PullNode(Destination):
         super().open_session()
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
-        """Carry out one command; fetching goes on in its own thread."""
+        """Carry out one command; fetching continues in its own thread."""
         if do == "list":
             listed = unpack(message["files"])
             self._pull = Pull(

@@ -140,7 +140,7 @@ def simulate_history(
         interval_s,
         pause_s,
         {host.name: host.slots for host in hosts},
-        leave_s=pause_s,  # the processes that are left go on until the rescale is done
+        leave_s=pause_s,  # the processes that are left continue until the rescale is done
     )
 
 

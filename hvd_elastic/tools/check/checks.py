@@ -13,11 +13,11 @@ from enum import Enum
 from typing import Any
 
 from hvd_elastic.control.hardware import judge_hardware
-from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_named
+from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_named, one_line
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs.kill_run import OURS
 from hvd_elastic.programs.look_at_host import HOROVOD_BUILD
-from hvd_elastic.tools.check.network import Link, slow_links
+from hvd_elastic.tools.check.network import NetLink, slow_links
 
 REQUIRED = ("hvd_elastic", "horovod")
 FRAMEWORKS = ("torch", "tensorflow")
@@ -236,11 +236,11 @@ def check_names(
             if own and not own & set(addresses):
                 wrong.append(f"{other} as {addresses[0]}")
     if wrong:
-        text = f"knows {', '.join(wrong[:NAMED])}, which is not its address. Mend /etc/hosts or DNS"
+        text = f"knows {', '.join(wrong[:NAMED])}, which is not its address. Fix /etc/hosts or DNS"
         return [Check("names", Level.WARNING, text)]
     if unknown:
         text = (
-            f"does not know {hosts_named(unknown)} by name, as horovodrun and mpirun need it. Mend "
+            f"does not know {hosts_named(unknown)} by name, as horovodrun and mpirun need it. Fix "
             "/etc/hosts or DNS there"
         )
         return [Check("names", Level.WARNING, text)]
@@ -284,7 +284,8 @@ def check_users(processes: Sequence[Mapping[str, Any]], users: Collection[str]) 
     strangers: dict[str, list[str]] = {}
     for each in processes:
         if each["user"] not in users:
-            told = f"{each['command']} (pid {each['pid']}, {each['uses']})"
+            # A process may name itself so that a terminal obeys it.
+            told = f"{one_line(str(each['command']))} (pid {each['pid']}, {each['uses']})"
             strangers.setdefault(str(each["user"]), []).append(told)
     if not strangers:
         return Check("users", Level.OK, "all who use it have jobs there")
@@ -298,7 +299,7 @@ def check_users(processes: Sequence[Mapping[str, Any]], users: Collection[str]) 
     )
 
 
-def check_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:
+def check_network(names: Sequence[str], links: Sequence[NetLink]) -> dict[str, list[Check]]:
     """Return the checks of the network, each for the host that is the likely cause.
 
     Args:
@@ -341,7 +342,9 @@ def check_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list
     return found
 
 
-def _by_host(links: Sequence[Link], names: Sequence[str]) -> Iterable[tuple[str, list[Link], bool]]:
+def _by_host(
+    links: Sequence[NetLink], names: Sequence[str]
+) -> Iterable[tuple[str, list[NetLink], bool]]:
     """Group bad links by host.
 
     Yields:
@@ -362,7 +365,7 @@ def _by_host(links: Sequence[Link], names: Sequence[str]) -> Iterable[tuple[str,
             yield name, own, False
 
 
-def _speed(links: Sequence[Link]) -> str:
+def _speed(links: Sequence[NetLink]) -> str:
     rate = statistics.median([link.bytes_per_s for link in links]) * 8 / 1e6
     latency_s = statistics.median([link.latency_s for link in links])
     speed = f"{rate:.0f} Mbit/s" if rate < 9950 else f"{rate / 1e3:.0f} Gbit/s"
@@ -397,7 +400,7 @@ def _check_package(
             how = "Run 'hvd-elastic build-horovod' there, for"
         return Check(package, Level.FAILED, f"{why}. {how} the same version everywhere")
     if there.startswith("broken"):
-        return Check(package, Level.FAILED, f"{there}. Install it anew there")
+        return Check(package, Level.FAILED, f"{there}. Install it again there")
     if wanted and there != wanted and "unknown" not in (there, wanted):
         return Check(
             package, Level.FAILED, f"{there}, {whose}. Install the same version everywhere"
@@ -498,7 +501,7 @@ def _check_folder(folder: str, found: Mapping[str, Any]) -> Check:
         return Check(name, Level.FAILED, f"{text}. Make room")
     if found["refused"]:
         why = f"nothing can be written there ({found['refused']})"
-        return Check(name, Level.FAILED, f"{why}. Mend its owner, mode or mount")
+        return Check(name, Level.FAILED, f"{why}. Fix its owner, mode or mount")
     if free is not None and free < LITTLE_DISK_BYTES:
         text = f"{text}, little for checkpoints and logs. Make room"
         return Check(name, Level.WARNING, text)
@@ -559,7 +562,7 @@ def _check_interface(
             what = (
                 "not there" if entry is None else "down" if not entry["up"] else "without address"
             )
-            text = f"{settings.interface} is {what} (it has {known}). Mend it, or name another"
+            text = f"{settings.interface} is {what} (it has {known}). Fix it, or name another"
             return Check(name, Level.FAILED, f"{text} with --network-interface")
     elif own is not None and reference.interface is not None and own != reference.interface:
         text = f"{own}, the others use {reference.interface} (it has {known}). NCCL and horovodrun "

@@ -30,7 +30,7 @@ from hvd_elastic.tools.check.checks import (
     check_users,
     choose_reference,
 )
-from hvd_elastic.tools.check.network import Link, NetworkProbe
+from hvd_elastic.tools.check.network import NetLink, NetworkProbe
 from hvd_elastic.tools.kill import Target, end_processes_of
 
 __all__ = ["Check", "CheckSettings", "ClusterHealth", "HostHealth", "Level", "check_cluster"]
@@ -50,7 +50,7 @@ class ClusterHealth:
     """
 
     hosts: tuple[HostResult[HostHealth], ...]
-    links: tuple[Link, ...]
+    links: tuple[NetLink, ...]
 
 
 def check_cluster(
@@ -98,7 +98,7 @@ def check_cluster(
             checks[host.name].append(check_strays(own["strays"]))
             if (users := settings.users.get(host.name)) is not None:
                 checks[host.name].append(check_users(own["busy"], users))
-    links: list[Link] = []
+    links: list[NetLink] = []
     if settings.network and facts:
         links = _measure(
             [host for host in hosts if host.name in facts], options, settings, facts, checks, tell
@@ -116,7 +116,7 @@ def _measure(
     facts: Mapping[str, Mapping[str, Any]],
     checks: Mapping[str, list[Check]],
     tell: Callable[[str], None],
-) -> list[Link]:
+) -> list[NetLink]:
     """Measure the network, add its checks, and return the links."""
     addresses = {}
     if settings.interface is not None:

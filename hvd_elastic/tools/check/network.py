@@ -46,7 +46,7 @@ MOST_ROUNDS = 15
 
 
 @dataclass(frozen=True)
-class Link:
+class NetLink:
     """One direction of the network between two hosts.
 
     Attributes:
@@ -132,7 +132,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
                     found[name] = min(found.get(name, one), one, key=lambda pair: pair[1])
         return found
 
-    def unreachable(self) -> list[Link]:
+    def unreachable(self) -> list[NetLink]:
         """Return the directions in which no connection can be made."""
         peers = {name: [node.address, node.port] for name, node in self._nodes.items()}
         answers = self._ask(
@@ -142,14 +142,14 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
             }
         )
         return [
-            Link(source, target, refused=f"{peers[target][0]}: {why}")
+            NetLink(source, target, refused=f"{peers[target][0]}: {why}")
             for source, answer in answers.items()
             for target, why in answer.get("failed", {}).items()
         ]
 
     def measure(
-        self, broken: Iterable[Link], on_round: Callable[[int, int], None] | None = None
-    ) -> list[Link]:
+        self, broken: Iterable[NetLink], on_round: Callable[[int, int], None] | None = None
+    ) -> list[NetLink]:
         """Measure latency and throughput of pairs, in rounds with each host in one pair at most.
 
         Args:
@@ -158,7 +158,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
         """
         without = {(link.source, link.target) for link in broken}
         without |= {(target, source) for source, target in without}
-        links: list[Link] = []
+        links: list[NetLink] = []
         rounds = all_pairs_in_rounds(self.names)[:MOST_ROUNDS]
         for number, pairs in enumerate(rounds, start=1):
             links += self._measure_at_once([pair for pair in pairs if pair not in without])
@@ -207,7 +207,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
             else:
                 self._drop(name, answer.get("error", "no answer"))
 
-    def _measure_at_once(self, pairs: Sequence[tuple[str, str]]) -> list[Link]:
+    def _measure_at_once(self, pairs: Sequence[tuple[str, str]]) -> list[NetLink]:
         asked = {}
         for source, target in pairs:
             node = self._nodes.get(target)
@@ -218,10 +218,10 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
         for source, target in pairs:
             answer = answers.get(source, {})
             if "latency" in answer:
-                links.append(Link(source, target, answer["there"], answer["latency"]))
-                links.append(Link(target, source, answer["back"], answer["latency"]))
+                links.append(NetLink(source, target, answer["there"], answer["latency"]))
+                links.append(NetLink(target, source, answer["back"], answer["latency"]))
             elif source in asked:
-                links.append(Link(source, target, refused=answer.get("error", "no answer")))
+                links.append(NetLink(source, target, refused=answer.get("error", "no answer")))
         return links
 
     def _ask(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -285,7 +285,7 @@ def all_pairs_in_rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     return rounds
 
 
-def slow_links(links: Sequence[Link]) -> list[Link]:
+def slow_links(links: Sequence[NetLink]) -> list[NetLink]:
     """Return links whose rate is far below the median, or latency far above; slowest first."""
     good = [link for link in links if not link.refused]
     if not good:
@@ -303,18 +303,18 @@ def slow_links(links: Sequence[Link]) -> list[Link]:
     )
 
 
-def _is_local(link: Link) -> bool:
+def _is_local(link: NetLink) -> bool:
     return link.latency_s < LOCAL_S and link.bytes_per_s > LOCAL_BYTES_PER_S
 
 
-def _pair(link: Link) -> tuple[str, str]:
+def _pair(link: NetLink) -> tuple[str, str]:
     return min(link.source, link.target), max(link.source, link.target)
 
 
-def _better(link: Link, again: Link | None) -> Link:
+def _better(link: NetLink, again: NetLink | None) -> NetLink:
     if again is None or again.refused:
         return link
-    return Link(
+    return NetLink(
         link.source,
         link.target,
         max(link.bytes_per_s, again.bytes_per_s),

@@ -11,10 +11,11 @@ from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Stopper, fan_ou
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, connect
 from hvd_elastic.hosts.transfer import receive_file
+from hvd_elastic.replaced_files import temporary_in
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedFile:
     """A file that was fetched.
 
     Attributes:
@@ -32,7 +33,7 @@ def fetch_from_each(
     folder: Path,
     options: SshOptions,
     fanout: int = DEFAULT_FANOUT,
-) -> Iterator[HostResult[Fetched]]:
+) -> Iterator[HostResult[FetchedFile]]:
     """Copy a file of each host to ``folder/HOST/NAME``; one that was there is replaced as a whole.
 
     Args:
@@ -55,24 +56,24 @@ def fetch_from_each(
         )
     there = f"./{source[2:]}" if source.startswith("~/") else source  # commands run in the home
 
-    def fetch(host: Host, stopper: Stopper) -> Fetched:
+    def fetch(host: Host, stopper: Stopper) -> FetchedFile:
         target = folder / host.name / name
-        part = target.with_name(f".{name}.part")
         with connect(host, options) as connection:
             stopper.add_action(connection.close)
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with part.open("wb") as file:
-                    receive_file(connection, there, file.write)
-                    size = file.tell()
-                part.replace(target)
+                folder.mkdir(parents=True, exist_ok=True)
+                with temporary_in(folder) as temporary:
+                    with temporary.open("wb") as file:
+                        receive_file(connection, there, file.write)
+                        size = file.tell()
+                    target.parent.mkdir(exist_ok=True)  # of a host that fails there is no folder
+                    temporary.replace(target)
             except OSError as error:
                 raise SshError(
-                    f"host {host.name}: {error.filename or target} cannot be written here: "
+                    f"host {host.name}: {error.filename2 or error.filename or target} cannot be "
+                    f"written here: "
                     f"{error.strerror}"
                 ) from error
-            finally:
-                part.unlink(missing_ok=True)
-        return Fetched(target, size)
+        return FetchedFile(target, size)
 
     return fan_out(hosts, fetch, fanout)

@@ -1,4 +1,4 @@
-"""Copy a data set from a shared store to many hosts, reading it from the store only once.
+"""Copy a dataset from a shared store to many hosts, reading it from the store only once.
 
 Each host fetches a share of the files by a command of the user. The hosts then exchange their
 shares in a ring: each feeds the next one, and the last feeds the first (see ``session``).

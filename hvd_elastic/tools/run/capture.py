@@ -19,12 +19,12 @@ class Capture:
 
     Args:
         limit: maximum number of bytes to keep.
-        on_lines: called with lines as they arrive; see :class:`LineSplitter`.
+        on_lines: called with lines as they arrive; see :class:`TextLines`.
     """
 
     def __init__(self, limit: int, on_lines: Callable[[str], None] | None) -> None:
         self._limit = limit
-        self._lines = None if on_lines is None else LineSplitter(on_lines)
+        self._lines = None if on_lines is None else TextLines(on_lines)
         self._kept = bytearray()
         self._hash = hashlib.blake2b(digest_size=16)
         self.size_bytes = 0
@@ -53,7 +53,7 @@ class Capture:
         return self._hash.digest()
 
 
-class LineSplitter:
+class TextLines:
     """Splits output into lines; the last one may lack its line break.
 
     A line of more than 64 KiB is emitted in parts.

@@ -25,7 +25,7 @@ from hvd_elastic.hosts.process import STRAGGLER_S, CommandTimeoutError, RemotePr
 from hvd_elastic.hosts.ssh import SshOptions, connect
 from hvd_elastic.tools.run.capture import Capture
 from hvd_elastic.tools.run.held_command import HeldCommand, HowToRun, NotHeldError
-from hvd_elastic.tools.run.input_spool import FileInput, Spool
+from hvd_elastic.tools.run.input_spool import FileInput, InputSpool
 
 __all__ = [
     "CommandResult",
@@ -162,7 +162,7 @@ def run_on_hosts(
     """
     options, settings = options or SshOptions(), settings or CommandSettings()
     with contextlib.ExitStack() as stack:
-        spool = None if stdin is None else stack.enter_context(Spool(stdin))
+        spool = None if stdin is None else stack.enter_context(InputSpool(stdin))
         task = _Task(command, options, settings, spool, inputs or {}, on_lines)
         yield from fan_out(
             hosts,
@@ -199,7 +199,7 @@ class _Task:
         command: str,
         options: SshOptions,
         settings: CommandSettings,
-        spool: Spool | None,
+        spool: InputSpool | None,
         inputs: Mapping[str, Path],
         on_lines: Callable[[Host, str, str], None] | None,
     ) -> None:
@@ -306,7 +306,7 @@ class _Task:
         running.close()
         return status, True
 
-    def _input(self, host: Host) -> Spool | FileInput | None:
+    def _input(self, host: Host) -> InputSpool | FileInput | None:
         path = self._inputs.get(host.name)
         return self._spool if path is None else FileInput(path)
 
@@ -344,7 +344,7 @@ class _Task:
 
 def _feed(
     running: HeldCommand | _PlainCommand,
-    given: Spool | FileInput,
+    given: InputSpool | FileInput,
     failures: list[HvdElasticError],
 ) -> None:
     # A command may end without reading all of its input, as head does; that is not an error.

@@ -35,7 +35,7 @@ class FileInput:
             raise HvdElasticError(f"{self._path} cannot be read: {error.strerror}") from error
 
 
-class Spool(AbstractContextManager["Spool"]):
+class InputSpool(AbstractContextManager["InputSpool"]):
     """Reads an input once and gives all of it to every reader.
 
     It is kept on disk and not in memory, since a reader may begin when the input has long ended,

@@ -1,4 +1,4 @@
-"""Describes a data set in a few numbers, by which ranks find that theirs differ.
+"""Describes a dataset in a few numbers, by which ranks find that theirs differ.
 
 Ranks share out indices, so an index must mean the same example on all of them. It does not where a
 script splits its data at random without a seed, or lists a folder in the order of the file system.
@@ -29,11 +29,11 @@ from hvd_elastic.worker.input_source import Source
 
 _ENTRIES, _ROWS, _EXAMPLES = 1024, 8, 3
 """Entries of a list, rows of an array and examples that are sampled, evenly spaced: so the time
-does not grow with the data set (10 ms with a million paths). In another order almost all differ."""
+does not grow with the dataset (10 ms with a million paths). In another order almost all differ."""
 _NUMBERS = 1 << 16
 """Most numbers of a row or an example that are compared."""
 _PARTS = 64
-"""Most data sets of which another one consists, and most parts of an example, that are compared."""
+"""Most datasets of which another one consists, and most parts of an example, that are compared."""
 _DEPTH = 5
 _READ_S = 5.0
 """Longest time to wait for the examples, which are read while the script makes its model."""
@@ -49,15 +49,15 @@ ALIKE = (
     "(random_split(..., generator=torch.Generator().manual_seed(0))), sort what os.listdir() or "
     "glob() returns, and bring the same files to all hosts (copyclust)"
 )
-"""What to do where data sets differ."""
+"""What to do where datasets differ."""
 _FORK = multiprocessing.get_context("fork")
 
 
 class DataDigest:
-    """Fields of a data set that ranks compare, by name.
+    """Fields of a dataset that ranks compare, by name.
 
     Attributes:
-        fields: checksums of what the data set holds for each example in lists and arrays of
+        fields: checksums of what the dataset holds for each example in lists and arrays of
             integers and texts (indices of a subset, names of files, targets), by the name of the
             attribute.
     """
@@ -107,7 +107,7 @@ class DataDigest:
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the name of the first field in which two data sets differ; "": none is known.
+    """Return the name of the first field in which two datasets differ; "": none is known.
 
     A field that only one of them has is left out: reading its examples may have taken too long.
     """
@@ -130,11 +130,11 @@ def _alike(one: list[Any], other: list[Any]) -> bool:
     )
 
 
-# -- what a data set holds for each example ----------------------------------------------------
+# -- what a dataset holds for each example ----------------------------------------------------
 
 
 def _per_example(value: Any, examples: int, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield names and samples of what has an entry for each example, in data sets in it too."""
+    """Yield names and samples of what has an entry for each example, in datasets in it too."""
     if depth == 0:
         return
     if isinstance(value, np.ndarray) or _is_tensor(value):
@@ -220,7 +220,7 @@ def _read(source: Source, indices: Sequence[int], send: Connection) -> None:
     found: list[list[Any] | None] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # gives back what it holds
     _take_own_files(send.fileno())
-    with suppress(Exception):  # whatever the script's data set raises, it will again in training
+    with suppress(Exception):  # whatever the script's dataset raises, it will again in training
         source.start(0, 1)
         for index in indices:
             once, again = (_sketch(source.make(0, [index])) for _ in range(2))
@@ -245,7 +245,7 @@ def _take_own_files(kept: int) -> None:
                 os.dup2(own, file)
             elif (stat.S_ISSOCK(kind) or stat.S_ISFIFO(kind)) and file != kept:
                 os.dup2(null, file)
-    for output in (1, 2):  # the script prints what its data set has to say when it trains
+    for output in (1, 2):  # the script prints what its dataset has to say when it trains
         os.dup2(null, output)
 
 

@@ -22,8 +22,8 @@ def install_breakpoints(worker: Worker) -> None:
     """Have ``breakpoint()`` wait for a user; ``PYTHONBREAKPOINT`` of the user's stays.
 
     ``pdb.set_trace()`` does the same, since a worker has no terminal for pdb.
-    While the rank stands still, its step has not begun, so it counts as busy for no deadline. Its
-    heartbeats go on.
+    While the rank is paused, its step has not begun, so it counts as busy for no deadline. Its
+    heartbeats continue.
     """
     if worker.link is not None and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _Breakpoints(worker)
@@ -79,7 +79,7 @@ class _Breakpoints:
                             connection.setblocking(True)
                             return connection
                         connection.close()
-            self._worker.warn(f"{place}: goes on from breakpoint(), since it is to leave the run")
+            self._worker.warn(f"{place}: continues from breakpoint(), since it is to leave the run")
             return None
 
 

@@ -48,7 +48,7 @@ def batch_limits(
             f"batch that adapts needs batch_size of at most {examples}"
         )
     low, high = _pair(bounds, loader)
-    # An epoch has at least one step, so no batch is larger than the data set.
+    # An epoch has at least one step, so no batch is larger than the dataset.
     most = min(max_batch_size, examples)
     # Fewest passes that can hold the initial batch, on any number of ranks.
     passes = 1 if high is None else -(-batch_size // high)

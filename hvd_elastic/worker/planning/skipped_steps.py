@@ -87,13 +87,13 @@ def whose_words(names: Sequence[str], parameters: int) -> str:
         names: the parameters that they are of, of the last layer first.
 
     >>> whose_words(["head.bias", "head.weight"], 6)
-    "from 'head.bias' backward, but not those of all parameters"
+    "from 'head.bias' backward, but not all parameters' gradients"
     """
     if not len(names):
         return ""
     if len(names) == parameters:
-        return "those of all parameters, as where outputs or the loss are not finite"
-    return f"from {names[0]!r} backward, but not those of all parameters"
+        return "all parameters' gradients, as when outputs or the loss are not finite"
+    return f"from {names[0]!r} backward, but not all parameters' gradients"
 
 
 ALL_FINITE = (
@@ -111,10 +111,10 @@ def layer_words(layer: str, inputs: bool, weights: bool) -> str:
         weights: whether its parameters are.
 
     >>> layer_words("'head' (Linear)", True, True)
-    "the first outputs that are not finite are those of 'head' (Linear)"
+    "the first outputs that are not finite come from 'head' (Linear)"
     """
     if not inputs:
         return f"the inputs of {layer} are not finite already"
     if not weights:
         return f"{layer} has parameters or buffers that are not finite"
-    return f"the first outputs that are not finite are those of {layer}"
+    return f"the first outputs that are not finite come from {layer}"

@@ -34,14 +34,14 @@ def running(program: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def looked_at(*pulses: Liveness) -> list[float]:
+def looked_at(*watched: Liveness) -> list[float]:
     """What their silence amounts to after a few seconds in which somebody looked now and then."""
     end = time.monotonic() + LOOKED_AT_S
     while time.monotonic() < end:
         time.sleep(0.1)
-        for pulse in pulses:
-            pulse.silent_s(time.monotonic())
-    return [pulse.silent_s(time.monotonic()) for pulse in pulses]
+        for liveness in watched:
+            liveness.silent_s(time.monotonic())
+    return [liveness.silent_s(time.monotonic()) for liveness in watched]
 
 
 def test_who_neither_beats_nor_works_is_silent() -> None:
@@ -49,22 +49,22 @@ def test_who_neither_beats_nor_works_is_silent() -> None:
     with ExitStack() as stack:
         programs = (ASLEEP, DEADLOCKED, BUSY, BUSY, ASLEEP)
         processes = [stack.enter_context(running(program)) for program in programs]
-        pulses = [Liveness(process.pid) for process in processes]
+        watched = [Liveness(process.pid) for process in processes]
         time.sleep(0.5)
         *_, frozen, gone = processes
         os.kill(frozen.pid, signal.SIGSTOP)
         gone.kill()
         gone.wait()
-        silent = [silence >= LOOKED_AT_S - 2.0 for silence in looked_at(*pulses)]
+        silent = [silence >= LOOKED_AT_S - 2.0 for silence in looked_at(*watched)]
         # The start of each was work, and is over.
         assert silent == [True, True, False, True, True]
-        pulses[0].beat()
-        assert pulses[0].silent_s(time.monotonic()) == 0.0, "a heartbeat is enough"
+        watched[0].beat()
+        assert watched[0].silent_s(time.monotonic()) == 0.0, "a heartbeat is enough"
 
 
 def test_time_in_which_nobody_listened_does_not_count() -> None:
     with running(ASLEEP) as process:
-        pulse = Liveness(process.pid)
+        liveness = Liveness(process.pid)
         now = time.monotonic()
-        pulse.discount(100.0)
-        assert pulse.silent_s(now + 100.0) == 0.0
+        liveness.discount(100.0)
+        assert liveness.silent_s(now + 100.0) == 0.0

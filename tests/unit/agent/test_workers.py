@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ from tests import other_user
 from tests.other_user import open_folder as open_folder
 from tests.paths import LIMIT_S
 from tests.unit.wire.wire_samples import leader_hello
+from tests.waiting import until
 
 TIMEOUT_S = LIMIT_S
 
@@ -40,10 +40,8 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=TIMEOUT_S)
     assert done.returncode == -signal.SIGKILL
     pid = int(note.read_text())
-    deadline = time.monotonic() + TIMEOUT_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    zombie = psutil.STATUS_ZOMBIE
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == zombie)
 
 
 def say_of_caches(tmp_path: Path, shared: Path) -> tuple[list[str], list[str]]:
@@ -145,11 +143,12 @@ def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
 
 
 DIVIDED = """
-import os, time
+import fcntl, os, struct, termios, time
 text = "字".encode()
 for piece in (text[:2], text[2:] + b"\\xff|", text[:1]):
     os.write(1, piece)
-    time.sleep(0.3)
+    while struct.unpack("i", fcntl.ioctl(1, termios.FIONREAD, bytes(4)))[0]:  # until it was read
+        time.sleep(0.01)
 """
 
 

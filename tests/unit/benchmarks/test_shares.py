@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.published.users import DEALINGS, Round, dealt, use_of_shares
+from benchmarks.published.users import DEALINGS, Round, UseOfShares, dealt, use_of_shares
 from benchmarks.sharing.accounts import journal_figures
 
 
@@ -24,10 +25,13 @@ def test_use_is_compared_with_what_the_jobs_of_a_user_could_use() -> None:
     alone = Round(3600.0, {"x": 8}, {"x": 8})
     little = Round(3600.0, {"x": 7, "y": 1}, {"x": 8, "y": 1})
     uneven = Round(1800.0, {"x": 6, "y": 2}, {"x": 8, "y": 8})
-    fair = use_of_shares([alone, little], user_of, weights, 8)
-    assert (fair.worst, fair.all_h) == (0.0, 0.0)
-    found = use_of_shares([uneven], user_of, weights, 8)
-    assert (found.worst, found.all_h, found.worst_of_all) == (0.5, 0.5, 0.5)
+    fair = use_of_shares([alone, little], user_of, weights)
+    assert fair == UseOfShares(0.0, 0.0, 1.0), "nobody waits for slots while one job has all"
+    found = use_of_shares([uneven, alone], user_of, weights)
+    assert found == UseOfShares(0.5, 0.5, 0.5)
+    # bob is due 4 + 1 slots and has 2 + 1, ada is due 4 + 7.
+    found = use_of_shares([uneven, replace(little, seconds=1800.0)], user_of, weights)
+    assert (found.lack, found.over) == pytest.approx((2 / 5, 2 / 11))
 
 
 def test_a_journal_says_what_users_had_and_whether_a_limit_was_exceeded() -> None:

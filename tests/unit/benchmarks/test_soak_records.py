@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.soak.records import (
     Chronicle,
     RecordFolder,
@@ -85,23 +87,14 @@ def test_an_example_used_twice_and_one_left_out_are_told() -> None:
     assert "1 used more than once (2)" in result.problems()[0]
 
 
-def test_the_step_in_flight_is_done_again_by_the_survivor() -> None:
-    story = Story()
-    story.world(["p", "q"], 0)
-    story.make(1, 0, p=[2], q=[0])
-    story.begin(2, 0, p=[1], q=[3])  # q dies
-    story.world(["p"], 1)
-    story.make(2, 0, p=[1, 3])
-    assert story.sentence() == "each of 4 examples (by index) used exactly once in its one epoch"
-    assert story.problems() == ([], [])
-
-
-def test_a_step_that_only_the_dead_ended_may_be_done_again() -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_step_in_flight_may_be_done_again_by_the_survivor(ended: bool) -> None:
     story = Story()
     story.world(["p", "q"], 0)
     story.make(1, 0, p=[2], q=[0])
     story.begin(2, 0, p=[1], q=[3])
-    story.say("q", "end", step=2)  # and dies, while p broke off
+    if ended:
+        story.say("q", "end", step=2)  # and dies, while p broke off
     story.world(["p"], 1)
     story.make(2, 0, p=[1, 3])
     assert story.sentence() == "each of 4 examples (by index) used exactly once in its one epoch"

@@ -20,6 +20,7 @@ from hvd_elastic.checkpoint.lease import PATIENCE_S, Lease, LeaseHolder, LeaseWa
 from hvd_elastic.checkpoint.place import check_new_place
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError
+from tests.paths import LIMIT_S
 
 OTHER = Lease("r1", "other", "process 7 on alpha", 50.0, "another machine", 7)
 
@@ -99,15 +100,15 @@ def test_two_leaders_see_each_other_and_who_ends_leaves_the_place_to_the_other(
     with ExitStack() as ended:
         first = Leader(place, 50.0)
         ended.callback(first.holder.release_lease)
-        assert first.settled.get(timeout=30)
+        assert first.settled.get(timeout=LIMIT_S)
         second = Leader(place, 60.0)
         ended.callback(second.holder.release_lease)
-        found, lost = second.others.get(timeout=30)
+        found, lost = second.others.get(timeout=LIMIT_S)
         assert (found.leader, lost) == (first.id, False)
         assert second.settled.empty()
         assert first.others.empty(), "it was not disturbed"
         first.holder.release_lease()
-        assert second.settled.get(timeout=30)
+        assert second.settled.get(timeout=LIMIT_S)
         other = find_lease(place)
         assert other is not None
         assert other.leader == second.id
@@ -122,7 +123,7 @@ def test_two_leaders_see_each_other_and_who_ends_leaves_the_place_to_the_other(
 @pytest.mark.usefixtures("quick")
 def test_who_was_frozen_until_another_had_the_lease_is_told_so(tmp_path: Path) -> None:
     frozen = Leader(tmp_path, 50.0)
-    assert frozen.settled.get(timeout=30)
+    assert frozen.settled.get(timeout=LIMIT_S)
     counts = itertools.count()
     while frozen.others.empty():
         text = json.dumps(asdict(renewed(OTHER, next(counts)))).encode()
@@ -138,7 +139,7 @@ def test_who_was_frozen_until_another_had_the_lease_is_told_so(tmp_path: Path) -
 def test_a_place_that_cannot_be_written_or_read_is_no_reason_to_wait(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     leader = Leader(gone, 50.0)
-    assert leader.settled.get(timeout=30)
+    assert leader.settled.get(timeout=LIMIT_S)
     gone.mkdir()
     while not (gone / "leader.json").exists():
         time.sleep(0.01)
@@ -146,7 +147,7 @@ def test_a_place_that_cannot_be_written_or_read_is_no_reason_to_wait(tmp_path: P
     gone.rmdir()
     gone.write_text("no folder")
     leader = Leader(gone, 50.0)
-    assert leader.settled.get(timeout=30)
+    assert leader.settled.get(timeout=LIMIT_S)
     leader.holder.release_lease()
 
 

@@ -31,6 +31,7 @@ from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
 from hvd_elastic.checkpoint.spool_collector import Callbacks
 from hvd_elastic.errors import CheckpointError, ScriptError, SshError
 from hvd_elastic.wire import messages as msg
+from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, saved_file
@@ -116,7 +117,7 @@ class Run:
 
     def step(self) -> None:
         """Wait for the end of one transfer."""
-        self.calls.get(timeout=30)()
+        self.calls.get(timeout=LIMIT_S)()
 
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()
@@ -244,7 +245,7 @@ def test_a_worker_that_loads_a_file_gets_the_newest_or_why_not(tmp_path: Path) -
     node0, node1 = run.hosts.values()
 
     def answer() -> msg.SavedBrought:
-        told = node1.answers.get(timeout=30)
+        told = node1.answers.get(timeout=LIMIT_S)
         assert isinstance(told.message, msg.SavedBrought)
         assert told.worker == "worker-1"
         return told.message
@@ -287,12 +288,12 @@ def test_a_long_wait_at_the_end_is_told_with_its_progress(
         content = Path(remote).read_bytes()
         write(content[:3000])
         reached.set()
-        assert gate.wait(30)
+        assert gate.wait(LIMIT_S)
         write(content[3000:])
 
     monkeypatch.setattr(host, "receive", receive)
     run.told("node1", host.save("best.pt", bytes(8000)))
-    assert reached.wait(30)
+    assert reached.wait(LIMIT_S)
     now = time.monotonic()
     assert run.collector.is_awaited(now + 3600)
     assert run.events == []

@@ -23,6 +23,7 @@ from hvd_elastic.checkpoint.spool_collector import Callbacks
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg
+from tests.paths import LIMIT_S
 from tests.unit.checkpoint.test_files import spooled
 from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, checkpoint_written
@@ -99,7 +100,7 @@ class Run:
     def settle(self) -> None:
         """Run the loop until no checkpoint is on its way."""
         while self.collector.busy or not self.calls.empty():
-            self.calls.get(timeout=30)()
+            self.calls.get(timeout=LIMIT_S)()
 
     def written(self, step: int, *indices: int, count: int = 2, **other: Any) -> None:
         for index in indices:
@@ -112,7 +113,7 @@ class Run:
         found: list[Brought] = []
         self.sender.bring(hosts or ("node0",), "restore-1", wanted, found.append)
         while not found:
-            self.calls.get(timeout=30)()
+            self.calls.get(timeout=LIMIT_S)()
         return found[0]
 
     def end(self, *, succeeded: bool) -> None:
@@ -484,7 +485,7 @@ def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
     complete_checkpoint(tmp_path / "other", [spooled(tmp_path / "other", 20, 0, 1, run="r2")], 9)
     for path in (tmp_path / "other").iterdir():
         shutil.copy(path, place)
-    with pytest.raises(CheckpointError, match=r"of run r2, .* run r1 neither goes on from another"):
+    with pytest.raises(CheckpointError, match=r"of run r2, .* run r1 neither resumes another"):
         Run(tmp_path / "mixed", str(place), resumed=True)
     # Where both were started at once, the second to write is told, and nothing is taken over.
     run.warnings.clear()

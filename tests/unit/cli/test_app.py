@@ -19,6 +19,7 @@ from hvd_elastic.cli.app import COMMANDS, load_command, main
 from hvd_elastic.config import nearest_existing
 from hvd_elastic.errors import RunError, UsageError
 from tests import other_user
+from tests.paths import LIMIT_S
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_what_the_encoding_of_the_terminal_lacks_is_shown_as_a_question_mark():
         [sys.executable, "-c", program],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert (done.returncode, done.stdout) == (0, b"0 ? 2 slots\n"), done.stderr
 

@@ -26,7 +26,7 @@ from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.tools.copy.job import Copied
-from tests.paths import ROOT
+from tests.paths import LIMIT_S, ROOT
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])
@@ -45,6 +45,26 @@ def test_an_input_that_is_empty_is_passed_on(tmp_path: Path) -> None:
     os.close(theirs)
 
 
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refused:
+    """Call a tool with a hostfile and words; return the error of its wrong usage."""
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+
+    def call(main: Callable[[], None], *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "hosts"), *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    return call
+
+
 @pytest.mark.parametrize(
     "places",
     [
@@ -54,76 +74,39 @@ def test_an_input_that_is_empty_is_passed_on(tmp_path: Path) -> None:
         ["/etc", ""],
     ],
 )
-def test_an_empty_place_is_not_the_current_folder(
-    tmp_path: Path,
-    places: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_empty_place_is_not_the_current_folder(places: list[str], refused: Refused) -> None:
     """As when the variable of a script is not set."""
-    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
-    monkeypatch.setattr(sys, "argv", ["copyclust", "--dry-run", str(tmp_path / "hosts"), *places])
-    with pytest.raises(SystemExit) as caught:
-        copyclust_main()
-    assert caught.value.code == 2
-    assert "''" in capsys.readouterr().err
+    assert "''" in refused(copyclust_main, "--dry-run", *places)
 
 
-def test_an_empty_run_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
-    monkeypatch.setattr(sys, "argv", ["killclust", str(tmp_path / "hosts"), "--run", ""])
-    with pytest.raises(SystemExit) as caught:
-        killclust_main()
-    assert caught.value.code == 2
-    assert "--run '': it is empty" in capsys.readouterr().err
+def test_an_empty_run_is_none(refused: Refused) -> None:
+    assert "--run '': it is empty" in refused(killclust_main, "--run", "")
 
 
-@pytest.mark.parametrize(
+EVERY_TOOL = pytest.mark.parametrize(
     ("main", "words"),
     [
-        (runclust_main, ["--exclude", "127.0.0.1", "true"]),
-        (killclust_main, ["--exclude", "127.0.0.1", "--all"]),
-        (checkclust_main, ["--exclude", "127.0.0.1"]),
-        (copyclust_main, ["--exclude", "127.0.0.1", "/etc/hosts", "/data"]),
-    ],
-)
-def test_exclude_leaves_out_files_and_never_hosts(
-    tmp_path: Path,
-    main: Callable[[], None],
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
-    monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "hosts"), *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert "--exclude-hosts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--exclude-hosts", "-x"])
-def test_hosts_are_left_out_alike_by_all_tools(
-    tmp_path: Path,
-    option: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
-    places = ["/etc/hosts", "/data"]
-    for main, words in (
         (runclust_main, ["true"]),
         (killclust_main, ["--all"]),
         (checkclust_main, []),
-        (copyclust_main, places),
-    ):
-        monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "hosts"), option, "x", *words])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert caught.value.code == 2
-        assert "--exclude-hosts: host 'x' is not in" in capsys.readouterr().err
+        (copyclust_main, ["/etc/hosts", "/data"]),
+    ],
+)
+
+
+@EVERY_TOOL
+def test_exclude_leaves_out_files_and_never_hosts(
+    main: Callable[[], None], words: list[str], refused: Refused
+) -> None:
+    assert "--exclude-hosts" in refused(main, "--exclude", "127.0.0.1", *words)
+
+
+@EVERY_TOOL
+@pytest.mark.parametrize("option", ["--exclude-hosts", "-x"])
+def test_hosts_are_left_out_alike_by_all_tools(
+    main: Callable[[], None], words: list[str], option: str, refused: Refused
+) -> None:
+    assert "--exclude-hosts: host 'x' is not in" in refused(main, option, "x", *words)
 
 
 def test_a_run_that_is_nowhere_is_an_error_and_one_that_has_ended_is_none(
@@ -149,7 +132,7 @@ def test_a_run_that_is_nowhere_is_an_error_and_one_that_has_ended_is_none(
         ["sleep", "600"], env={**os.environ, "HVD_ELASTIC_RUN_ID": "killed-elsewhere"}
     )
     assert end("killed-elsewhere") == (0, "")
-    assert elsewhere.wait(timeout=30) < 0
+    assert elsewhere.wait(timeout=LIMIT_S) < 0
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_submit_has_the_options_of_a_run_that_choose_no_hosts(
     monkeypatch.setattr("hvd_elastic.jobs.server.ask_daemon", ask)
     words = ["--spares", "1", "--keep-checkpoints", "7", "--checkpoint-copies", "1"]
     words += ["--preemption", "aws", "--input-hosts", "cpu[1-2]", "--network-interface", "eth1"]
-    words += ["--hosts", "gpu[1-2],@a100", "-x", "gpu2", "--labels", "@fast, a100", "--gpu-memory"]
+    words += ["--hosts", "gpu[1-2],@a100", "-x", "gpu2", "--labels", "@fast,, a100", "--gpu-memory"]
     words += ["40", "--notify", "./mail.sh", "--notify-held", "30m"]
     with pytest.raises(SystemExit, match="0"):
         main(["submit", *words, "--target-examples", "5e6", "--deadline", "6h", "--", "true"])
@@ -184,7 +184,7 @@ def test_two_clusters_that_are_up_share_no_host(
     place: ClusterFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "all").write_text("a slots=1\nb slots=1\n")
-    (tmp_path / "one").write_text("b slots=1\n")
+    (tmp_path / "one").write_text("B slots=1\n")
     with place.lock():
         place.describe_daemon(tmp_path / "all")
         with pytest.raises(SystemExit, match="1"):

@@ -6,10 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,8 @@ from hvd_elastic.cli.app import main
 from hvd_elastic.config import runs_folder
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder
-from tests.unit.records.made_events import whole, write
+from tests.paths import LIMIT_S
+from tests.unit.records.made_events import leader, whole, write
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -62,34 +61,6 @@ def run() -> RunFolder:
     return sample_folder(runs_folder())
 
 
-@contextmanager
-def leader(
-    folder: RunFolder, handle: Callable[[Request, EventLog], bool] | None = None
-) -> Iterator[EventLog]:
-    """A leader that answers every request with yes; ``handle`` returning True ends it."""
-    gone = threading.Event()
-    lock = folder.take_lead()
-    log = EventLog(folder.events)
-
-    def serve() -> None:
-        while not gone.wait(0.01):
-            for request in folder.take_requests():
-                write(log, "command_done", {"id": request.id, "ok": True, "message": "will do"})
-                if handle is not None and handle(request, log):
-                    lock.close()
-                    return
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield log
-    finally:
-        gone.set()
-        thread.join()
-        log.close()
-        lock.close()
-
-
 def test_status(call: Call, run: RunFolder) -> None:
     done = call("status", "digits-3")
     assert done.status == 0
@@ -119,7 +90,7 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
             trace = "Traceback:\n  x\nValueError: no"
             write(log, "script_failed", {"host": "n1", "local_rank": 0, "traceback": trace})
     done = call("status", "a")
-    assert "died: no live leader; go on with: hvd-elastic run --resume a" in done.out
+    assert "died: no live leader; resume with: hvd-elastic run --resume a" in done.out
     assert "worker n1:0: ValueError: no" in done.out
     assert "  the script failed in worker n1:0: ValueError: no\n" in done.out
 
@@ -251,7 +222,7 @@ def test_logs_follow_until_the_leader_is_gone(run: RunFolder) -> None:
         assert process.stdout.readline() == "n:0 | half done\n"
         run.log_path("m", 0).write_text("a new worker\nend")
         assert process.stdout.readline() == "m:0 | a new worker\n"
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert (out, err, process.returncode) == ("m:0 | end\n", "", 0)
 
 
@@ -272,7 +243,7 @@ def test_attach_ends_as_the_run_does(status: str, code: int) -> None:
         assert process.stdout is not None
         assert "run live: 1 host, 2 slots" in process.stdout.readline()
         write(log, "run_finished", {"status": status, "steps": 3})
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=LIMIT_S)
     assert f"run {status} after 3 steps" in out
     assert (process.returncode, err) == (code, "")
 
@@ -292,11 +263,11 @@ def test_ctrl_c_detaches() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=LIMIT_S)
         assert folder.leader_alive()
     assert (process.returncode, err) == (
         0,
-        "detached; run live goes on. End it with: hvd-elastic stop live\n",
+        "detached; run live continues. End it with: hvd-elastic stop live\n",
     )
 
 
@@ -319,7 +290,7 @@ def test_stop_waits_for_the_end(call: Call) -> None:
             "run live: stopped after 12 steps",
             (
                 "its checkpoint is of step 10, so 2 steps will be done again; "
-                "go on with: hvd-elastic run --resume live"
+                "resume with: hvd-elastic run --resume live"
             ),
         ],
     )
@@ -409,6 +380,10 @@ def test_drain(call: Call) -> None:
             (("n2", "--undo"), "of the cluster do: hvd-elastic undrain n2"),
             (("n2", "--reason", "a\nb"), "it is one line of text"),
             (("n2", "--reason", " "), "it is one line of text"),
+            (
+                ("n2", "--reason", "a" * 201),
+                "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…' is not valid",
+            ),
             (("n2", "--reason", "a", "--at", "noon"), "--at takes a time such as 22:00"),
             (("n2", "--reason", "a", "--at", "2020-01-01 22:00"), "is over"),
             (("n2", "--reason", "a", "--at", "22:00", "--in", "2h"), "give one of them"),
@@ -417,8 +392,8 @@ def test_drain(call: Call) -> None:
             wrong = call("drain", *arguments)
             assert wrong.status == 2
             assert message in wrong.err
-        done = call("drain", "live", "n2", "--in", "90s")
-        assert done.out == "nothing of run live is left on host n2\n"
+        done = call("drain", "live", "N2", "--in", "90s")
+        assert done.out == "nothing of run live is left on host N2\n"
         assert "draining     n2: drained (asked to)\n" in call("status", "live").out
         found = call("status", "live", "--json").json["draining"]
         assert (found["n2"]["leave_in_s"], found["n2"]["empty"]) == (90.0, True)
@@ -427,7 +402,7 @@ def test_drain(call: Call) -> None:
         assert call("status", "live", "--json").json["draining"] == {}
         assert call("discover", "live").out == "n1:1\nn2:2\n"
     assert asked == [
-        {"host": "n2", "leave_in_s": 90.0, "undo": False},
+        {"host": "N2", "leave_in_s": 90.0, "undo": False},
         {"host": "n2", "leave_in_s": None, "undo": True},
     ]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,6 @@ import pytest
 
 from hvd_elastic.cli.app import main
 from hvd_elastic.jobs.job import JobRequest
-from hvd_elastic.search.space import parse_param
 from hvd_elastic.search.study import Definition, Study, searches_folder
 from hvd_elastic.search.trials import Point, Rules, TrialStatus
 
@@ -92,7 +93,7 @@ def test_a_parameter_that_only_some_trials_have_is_told_before_any(
 
 def test_a_grid_is_not_continued_beyond_its_points(capsys: pytest.CaptureFixture[str]) -> None:
     request = JobRequest("digits", {"command": ["train.py", "{lr}"], "cwd": "/"})
-    grid = (parse_param("lr=1,2"),)
+    grid = ("lr=1,2",)
     Study.create(Definition("acc", Rules("max", 2), request, "/c", grid, sampler="grid"))
     with pytest.raises(SystemExit) as ended:
         main(["search", "resume", "digits", "--trials", "3"])
@@ -100,12 +101,38 @@ def test_a_grid_is_not_continued_beyond_its_points(capsys: pytest.CaptureFixture
     assert "--trials 3: the grid has 2 points" in capsys.readouterr().err
 
 
+def test_a_study_that_cannot_be_read_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    request = JobRequest("digits", {"command": ["train.py", "{lr}"], "cwd": "/"})
+    study = Study.create(Definition("acc", Rules("max", 2), request, "/c", ("lr=1,2",)))
+    with study.lock():
+        trial = study.add_trial([])
+        study.end_trial(replace(trial, status=TrialStatus.DONE, points=(Point(100, 0.5),)))
+    broken = {"json": ("study.json", b"{"), "log": ("journal.log", b'{"op_code": 99}\n[]\n')}
+    for name, (file, content) in broken.items():
+        shutil.copytree(study.folder, study.folder.with_name(name))
+        (study.folder.with_name(name) / file).write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "list"])
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert re.search(r"^digits +ended +1 .* acc, max$", printed.out, re.MULTILINE)
+    assert "json/study.json cannot be read" in printed.err
+    assert "log/journal.log cannot be read" in printed.err
+    for what in ("stop", "show"):
+        with pytest.raises(SystemExit) as ended:
+            main(["search", what, "digits"])
+        assert ended.value.code == 0
+    assert "study digits (ended)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("points", [(), (Point(100, math.nan),)])
 def test_a_trial_without_a_number_is_not_the_best(
     points: tuple[Point, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = JobRequest("digits", {"command": ["train.py", "{lr}"], "cwd": "/"})
-    grid = (parse_param("lr=1,2"),)
+    grid = ("lr=1,2",)
     study = Study.create(Definition("acc", Rules("max", 2), request, "/c", grid))
     with study.lock():
         study.end_trial(replace(study.add_trial([]), status=TrialStatus.DONE, points=points))

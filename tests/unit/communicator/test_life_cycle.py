@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.ranks import Seat, assign_ranks
 from hvd_elastic.leader.agents import rendezvous
+from hvd_elastic.run_events import HostSlots
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress
 from tests.unit.real_ranks import rank_variables, run_ranks, worlds

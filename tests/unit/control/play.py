@@ -9,8 +9,8 @@ from hvd_elastic.control.commands import (
     Emit,
     StartWorker,
 )
-from hvd_elastic.control.state_machine import HostSlots, MachineConfig, Phase, RunMachine
-from hvd_elastic.run_events import Event
+from hvd_elastic.control.state_machine import MachineConfig, Phase, RunMachine
+from hvd_elastic.run_events import Event, HostSlots
 from tests.unit.records.made_events import fields_of
 
 

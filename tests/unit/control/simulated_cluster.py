@@ -17,6 +17,7 @@ from typing import TypeVar
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.state_machine import MachineConfig, Phase, RunMachine
+from hvd_elastic.run_events import HostSlots
 
 T = TypeVar("T")
 
@@ -341,7 +342,7 @@ class SimulatedCluster:
         """Change the hostfile to these numbers of slots by host."""
         for name in slots:
             self.hosts.setdefault(name, SimulatedHost())
-        listed = tuple(ev.HostSlots(name, number) for name, number in slots.items())
+        listed = tuple(HostSlots(name, number) for name, number in slots.items())
         self.tell(ev.HostsChanged(listed))
 
     # -- what can happen -------------------------------------------------------------------

@@ -21,9 +21,9 @@ WELL: dict[str, Any] = {
     "memory_uncorrected": 0,
     "memory_corrected": 12,
 }
-FELL = ["0000:18:00", 79, "pid=1234, GPU has fallen off the bus."]
+FELL = ["0000:18:00", 79, "pid=1234, GPU has fallen off the bus.", 1]
 WORDS = "RLW_SRC_TRACK Nonfatal XC1 i0 Link 12 (0x040988e2)"
-LINK = ["0000:19:00", 145, WORDS]
+LINK = ["0000:19:00", 145, WORDS, 1]
 
 
 def test_a_host_that_is_well_has_no_faults() -> None:
@@ -62,7 +62,7 @@ def test_faults_of_a_gpu(changes: dict[str, Any], is_broken: bool, words: str) -
     ("changes", "is_broken", "words"),
     [
         ({"xids": [FELL, FELL]}, False, "GPU 0: Xid 79 (fell off the bus) 2 times since"),
-        ({"xids": [["0000:AF:00", 48, ""]]}, False, "GPU at 0000:AF:00: Xid 48 (uncorrected"),
+        ({"xids": [["0000:AF:00", 48, "", 1]]}, False, "GPU at 0000:AF:00: Xid 48 (uncorrected"),
         ({"machine_checks": 10}, False, "10 machine checks"),
         ({"machine_checks": 3, "machine_checks_uncorrected": 1}, False, "1 uncorrected machine"),
         ({"memory_corrected": 1000}, False, "1000 corrected memory errors of the host, since"),
@@ -78,8 +78,8 @@ def test_faults_of_a_host(changes: dict[str, Any], is_broken: bool, words: str) 
 @pytest.mark.parametrize(
     "event",
     [
-        ["0000:18:00", 31, "pid=1, name=python, Ch 00000008"],
-        ["0000:18:00", 13, "Graphics SM Warp Exception on (GPC 9, TPC 5, SM 0): Out Of Range"],
+        ["0000:18:00", 31, "pid=1, name=python, Ch 00000008", 1],
+        ["0000:18:00", 13, "Graphics SM Warp Exception on (GPC 9, TPC 5, SM 0): Out Of Range", 1],
         LINK,
     ],
 )
@@ -88,7 +88,7 @@ def test_xid_events_of_programs_and_those_that_are_mended_are_none(event: list[A
 
 
 def test_what_has_come_since_an_earlier_look_is_more_serious() -> None:
-    fatal = [*LINK[:2], WORDS.replace("Nonfatal", "Fatal")]
+    fatal = [*LINK[:2], WORDS.replace("Nonfatal", "Fatal"), 1]
     (old, new) = judge_hardware({**WELL, "xids": [FELL, fatal]}, {**WELL, "xids": [FELL]})
     assert [(each.what, each.is_broken) for each in (old, new)] == [
         ("GPU 0 Xid 79", False),
@@ -97,7 +97,11 @@ def test_what_has_come_since_an_earlier_look_is_more_serious() -> None:
     (again,) = judge_hardware({**WELL, "xids": [FELL, FELL]}, {**WELL, "xids": [FELL]})
     assert again.is_broken
     assert again.number == 2
-    (mild,) = judge_hardware({**WELL, "xids": [["0000:18:00", 94, "Contained ECC error"]]}, WELL)
+    often = {**WELL, "xids": [[*FELL[:3], 20_000]]}
+    (more,) = judge_hardware(often, {**WELL, "xids": [[*FELL[:3], 10_000]]})
+    assert (more.is_broken, more.number) == (True, 20_000)
+    contained = ["0000:18:00", 94, "Contained ECC error", 1]
+    (mild,) = judge_hardware({**WELL, "xids": [contained]}, WELL)
     assert not mild.is_broken
     (check,) = judge_hardware({**WELL, "machine_checks_uncorrected": 1}, WELL)
     assert check.is_broken

@@ -427,7 +427,7 @@ def test_worker_that_does_not_leave_is_killed():
     assert play.tell(ev.Tick(), after=500) == []  # perhaps all are in one long step
     play.joined("a:0.1")
     assert play.tell(ev.Tick(), after=60) == [
-        KillWorker("b:0.1", "worker b:0 was told to leave and did not")
+        KillWorker("b:0.1", "worker b:0 did not leave when asked to")
     ]
     assert play.killed("b:0.1") == [StopAgent("b")]
 

@@ -12,7 +12,7 @@ from hvd_elastic.control.commands import (
     StartWorker,
     StopAgent,
 )
-from hvd_elastic.control.state_machine import HostSlots
+from hvd_elastic.run_events import HostSlots
 from tests.unit.control.play import Play, announced, is_running, members, start
 
 

@@ -11,7 +11,8 @@ from hvd_elastic.control.commands import (
     StartAgent,
     StartWorker,
 )
-from hvd_elastic.control.state_machine import HostSlots, MachineConfig, RunMachine
+from hvd_elastic.control.state_machine import MachineConfig, RunMachine
+from hvd_elastic.run_events import HostSlots
 from tests.unit.control.play import Play, announced, is_running, members, start, starts
 
 
@@ -30,7 +31,7 @@ def found(play: Play, **changes: ev.FoundWorker) -> ev.RunTakenOver:
     }
     for host, worker in changes.items():
         workers[f"{host}:0.1"] = worker
-    hosts = tuple(ev.HostSlots(name, 1) for name in ("a", "b", "c"))
+    hosts = tuple(HostSlots(name, 1) for name in ("a", "b", "c"))
     return ev.RunTakenOver(
         hosts,
         agents=("a", "b", "c"),
@@ -120,14 +121,14 @@ def test_next_leader_hears_late_that_the_first_generation_was_formed():
 
 def test_next_leader_finds_workers_that_never_trained():
     standby = ev.FoundWorker("a:0.1", "a", 0, ready=True)
-    event = ev.RunTakenOver((ev.HostSlots("a", 1),), agents=("a",), workers=(standby,))
+    event = ev.RunTakenOver((HostSlots("a", 1),), agents=("a",), workers=(standby,))
     play, answer = successor(event)
     assert announced(answer).restore
     assert play.names == ["a:0.1"]
 
 
 def test_next_leader_finds_nothing():
-    hosts = (ev.HostSlots("a", 1), ev.HostSlots("b", 1))
+    hosts = (HostSlots("a", 1), HostSlots("b", 1))
     play, answer = successor(ev.RunTakenOver(hosts, agents=("a",), awaited=("b",), generation=7))
     assert answer == [StartWorker("a:0.1", "a", 0)]
     assert play.tell(ev.AgentReady("b")) == [StartWorker("b:0.1", "b", 0)]
@@ -153,9 +154,7 @@ def test_next_leader_has_a_shorter_hostfile():
 
 
 def test_next_leader_keeps_the_size_that_was_asked_for():
-    _play, answer = successor(
-        ev.RunTakenOver((ev.HostSlots("a", 4),), agents=("a",), requested_np=2)
-    )
+    _play, answer = successor(ev.RunTakenOver((HostSlots("a", 4),), agents=("a",), requested_np=2))
     assert starts(answer) == ["a:0.1", "a:1.1"]
 
 

@@ -16,7 +16,7 @@ from datasets_prep import index_shards
 from hvd_elastic.data import ShardDataset, build_index, verify
 from hvd_elastic.data.scanning import Task, index_shard
 from hvd_elastic.errors import DataError
-from tests.paths import ROOT
+from tests.paths import LIMIT_S, ROOT
 from tests.unit.data.shards import features, tar, texts, write_numbers
 
 SCRIPT = ROOT / "datasets_prep/index_shards.py"
@@ -57,7 +57,7 @@ def test_an_interrupted_call_says_so(
             assert pipe.read(1) == b"x"
         os.killpg(call.pid, signal.SIGINT)
         same = "the same call without --again" if option else "the same call"
-        said = call.communicate(timeout=60)[1]
+        said = call.communicate(timeout=LIMIT_S)[1]
         assert said == f"interrupted; {same} goes on where this one stopped\n"
     assert call.returncode == 130
 

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +22,10 @@ from hvd_elastic.data.cache import ShardCache
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
+from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.unit.data.shards import write_numbers
+from tests.waiting import until
 
 SIZES = [4, 1, 5, 0, 3, 2]
 
@@ -51,11 +52,6 @@ def kept(cache: Path) -> set[str]:
 
 def shard_requests(server: FileServer) -> dict[str, int]:
     return {name: n for name, n in server.requests.items() if name.endswith(".tar")}
-
-
-def wait_for(done: Any) -> None:
-    while not done():
-        time.sleep(0.005)
 
 
 def test_each_shard_is_fetched_once_and_then_read_from_the_cache(
@@ -103,10 +99,10 @@ def test_who_waits_for_a_shard_does_not_wait_for_its_readers(
     threads = [threading.Thread(target=each.__getitem__, args=(0,), daemon=True) for each in ranks]
     for thread in threads:
         thread.start()
-    wait_for(lambda: any(is_waited_for(path) for path in cache.glob(".*-s-00.tar.*")))
+    until(lambda: any(is_waited_for(path) for path in cache.glob(".*-s-00.tar.*")))
     released.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert all(rank._opened for rank in ranks), "they keep the shard open"
     assert shard_requests(server) == {"s-00.tar": 1}
@@ -138,14 +134,14 @@ time.sleep(3600)
         assert rank.stdin
         assert rank.stdout
         assert rank.stdout.readline() == "\n"
-        wait_for(lambda: server.requests["s-00.tar"])
+        until(lambda: server.requests["s-00.tar"])
         rank.kill()
         rank.wait()
         # Its loader process is still there.
         dataset = ShardDataset(server.url, cache=cache)
         reader = threading.Thread(target=dataset.__getitem__, args=(0,), daemon=True)
         reader.start()
-        reader.join(60)
+        reader.join(LIMIT_S)
         assert not reader.is_alive()
         stopped.set()
     assert kept(cache) == {"s-00.tar"}
@@ -284,9 +280,9 @@ def test_blocks_are_fetched_ahead_as_many_as_fit(server: FileServer, tmp_path: P
     write_numbers(server.folder, [3] * 6)
     dataset = limited(server, cache, 3)
     dataset.prefetch_blocks([4, 1, 5, 0, 2, 3])
-    wait_for(lambda: kept(cache) == {"s-04.tar", "s-01.tar", "s-05.tar"})
+    until(lambda: kept(cache) == {"s-04.tar", "s-01.tar", "s-05.tar"})
     dataset.prefetch_blocks([5, 0, 2, 3, 4, 1])
-    wait_for(lambda: kept(cache) == {"s-05.tar", "s-00.tar", "s-02.tar"})
+    until(lambda: kept(cache) == {"s-05.tar", "s-00.tar", "s-02.tar"})
     for number in (5, 0, 2):
         assert int(dataset[3 * number][0][0]) == 3 * number
     assert all(count == 1 for count in shard_requests(server).values())
@@ -303,10 +299,10 @@ def test_a_shard_that_is_being_fetched_by_another_is_not_fetched_ahead(
     with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         dataset.prefetch_blocks(range(6))
-        wait_for(lambda: kept(cache) == {f"s-{n:02d}.tar" for n in (1, 2, 4, 5)})
+        until(lambda: kept(cache) == {f"s-{n:02d}.tar" for n in (1, 2, 4, 5)})
         reader = threading.Thread(target=dataset.__getitem__, args=(0,))
         reader.start()
-        wait_for(lambda: is_waited_for(lock))
+        until(lambda: is_waited_for(lock))
         lock.unlink()
         fcntl.flock(other, fcntl.LOCK_UN)
         reader.join()

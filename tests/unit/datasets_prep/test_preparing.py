@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +31,7 @@ from datasets_prep import archives, cifar10, image_folder, imagenet, index_shard
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.errors import DataError
 from tests.small_disk import mounted
+from tests.waiting import until
 
 START_S = 60.0
 RED, BLUE = (200, 30, 20), (20, 30, 200)
@@ -385,12 +385,11 @@ def started(birds: Path, out: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + START_S
     journal = out / ".prepared.jsonl"
-    while not journal.exists() or journal.read_bytes().count(b"\n") < len(names):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(
+        lambda: journal.exists() and journal.read_bytes().count(b"\n") >= len(names),
+        process=process,
+    )
     return process
 
 
@@ -687,11 +686,7 @@ def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
     command = [sys.executable, image_folder.__file__, "--processes", 2, *words, *given]
     with held(birds / "tit" / "tit5.jpg"):
         process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)
-        deadline = time.monotonic() + START_S
-        while len([*out.glob("*.tar")]) < 11:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: len([*out.glob("*.tar")]) >= 11, process=process)
         process.kill()
         process.communicate(timeout=START_S)
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}

@@ -11,8 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,22 +23,11 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.transfer import receive_file, send_file
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.programs.secure_stream import Kind, SecureStream, dial
+from tests.waiting import until
 
 LONG_S = 60.0
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 class Leader:
@@ -57,7 +45,7 @@ class Leader:
         return [each.host.name for each in self.dial_in.hosts]
 
     def connect(self, name: str = "here") -> Connection:
-        eventually(lambda: name in self.names())
+        until(lambda: name in self.names())
         return self.dial_in.connect(Host(name))
 
 
@@ -107,7 +95,7 @@ def test_unread_output_of_one_command_does_not_hold_up_another(connection):
     full = connection.start("exec yes")
     assert connection.run("echo free").text == "free"
     assert full.stop()
-    eventually(lambda: not is_running(process_id(connection, "yes")))
+    until(lambda: read_process(process_id(connection, "yes")) is None)
 
 
 def process_id(connection: Connection, name: str) -> int:
@@ -139,7 +127,7 @@ def test_closed_connection_is_the_end_of_input_for_its_commands(connection, tmp_
     process.stdin.write(b"x")
     assert process.stdout.read(1, LONG_S) == b"x"
     connection.close()
-    eventually((tmp_path / "ended").exists)
+    until((tmp_path / "ended").exists)
     with pytest.raises(SshError, match="closed"):
         connection.start("true")
 
@@ -151,22 +139,22 @@ def test_end_of_the_leader_ends_the_host_process(leader, connection, process):
 
 def test_hosts_of_one_name_are_told_apart(leader, connection):
     other = HostProcess(leader.dial_in.invitation, "here", 1)
-    eventually(lambda: leader.names() == ["here", "here-2"])
+    until(lambda: leader.names() == ["here", "here-2"])
     assert (
         leader.connect("here-2").run("echo $PPID").text != leader.connect().run("echo $PPID").text
     )
     other.close()
-    eventually(lambda: leader.names() == ["here"])
+    until(lambda: leader.names() == ["here"])
 
 
 def test_host_process_that_is_closed_takes_its_commands_with_it(leader, connection, process):
     running = connection.start("echo $$; trap '' HUP TERM; while :; do sleep 0.1; done")
     pid = int(running.stdout.readline(LONG_S))
     process.close()
-    eventually(lambda: not is_running(pid))
+    until(lambda: read_process(pid) is None)
     # Its status may still arrive before the connection is gone.
     assert running.wait(LONG_S) in (-1, 128 + signal.SIGKILL)
-    eventually(lambda: not connection.alive)
+    until(lambda: not connection.alive)
     with pytest.raises(HostUnreachableError, match="here"):
         leader.dial_in.connect(Host("here"))
 
@@ -178,14 +166,14 @@ def test_agent_dies_with_its_host_process(connection):
     agent = process_id(connection, Path(sys.executable).name) or process_id(connection, "python3")
     assert agent
     os.kill(parent, signal.SIGKILL)
-    eventually(lambda: not is_running(agent))
+    until(lambda: read_process(agent) is None)
 
 
 def test_broken_link_is_dialled_again_by_the_same_host(leader, connection):
     changes = leader.changes
     (remote,) = leader.dial_in.hosts
     remote.control.cut()
-    eventually(lambda: leader.changes > changes and leader.names() == ["here"])
+    until(lambda: leader.changes > changes and leader.names() == ["here"])
     assert leader.dial_in.hosts[0].identity == remote.identity
     assert leader.connect().run("echo again").text == "again"
 
@@ -210,12 +198,12 @@ def test_commands_end_when_the_leader_is_gone_for_good():
     with killed.stdout as said:
         process = HostProcess(json.loads(said.readline()), "here", 1)
         pid = int(said.readline())
-        assert is_running(pid)
+        assert read_process(pid) is not None
         killed.kill()
         killed.wait()
     with pytest.raises(RunError, match="the link to the leader is lost"):
         process.wait()
-    assert not is_running(pid)
+    assert read_process(pid) is None
 
 
 def test_wrong_key_is_refused_and_both_sides_say_so(leader, process):
@@ -223,7 +211,7 @@ def test_wrong_key_is_refused_and_both_sides_say_so(leader, process):
     wrong = {**leader.dial_in.invitation, "certificate": make_certificate()}
     with pytest.raises(RunError, match="does not have the key of this run"):
         HostProcess(wrong, "thief", 1).wait()
-    eventually(lambda: bool(leader.warnings))
+    until(lambda: bool(leader.warnings))
     assert "does not have the key of this run" in leader.warnings[0]
     assert leader.names() == ["here"]
 

@@ -9,6 +9,7 @@ from hvd_elastic.errors import HostUnreachableError, SshError
 from hvd_elastic.hosts.fanout import Outcome, Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import CommandTimeoutError
+from tests.paths import LIMIT_S
 
 HOSTS = [Host(f"node{number}") for number in range(1, 9)]
 
@@ -59,7 +60,7 @@ def test_no_more_than_fanout_at_a_time() -> None:
         with lock:
             running += 1
             most = max(most, running)
-        pair.wait(10)
+        pair.wait(LIMIT_S)
         with lock:
             running -= 1
 
@@ -74,14 +75,14 @@ def test_a_hung_host_holds_nobody_up_and_is_stopped() -> None:
     def task(host: Host, stopper: Stopper) -> str:
         if host.name == "node1":
             stopper.add_action(stopped.set)
-            hung.wait(60)
+            hung.wait(LIMIT_S)
         return host.name
 
-    results = list(fan_out(HOSTS, task, fanout=1, timeout_s=1.0))
+    results = list(fan_out(HOSTS, task, fanout=1, timeout_s=3.0))
     hung.set()
     assert [result.outcome for result in results] == [Outcome.TIMED_OUT, *[Outcome.OK] * 7]
-    assert "node1: not done within 1 s" in results[0].error
-    assert stopped.wait(10)
+    assert "node1: not done within 3 s" in results[0].error
+    assert stopped.wait(LIMIT_S)
 
 
 def test_results_come_as_they_end() -> None:
@@ -89,7 +90,7 @@ def test_results_come_as_they_end() -> None:
 
     def task(host: Host, stopper: Stopper) -> str:
         if host.name == "node1":
-            assert gate.wait(30)
+            assert gate.wait(LIMIT_S)
         return host.name
 
     names = []
@@ -106,11 +107,11 @@ def test_who_stops_listening_stops_the_tasks() -> None:
     hold = threading.Event()
 
     def task(host: Host, stopper: Stopper) -> str:
-        started.wait(10)
+        started.wait(LIMIT_S)
         if host.name != "node1":
             stopper.add_action(lambda: stopped.append(host.name))
             stopper.add_action(hold.set)
-            hold.wait(30)
+            hold.wait(LIMIT_S)
             time.sleep(0)
         return host.name
 

@@ -1,10 +1,36 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
-from hvd_elastic.hosts.process import ByteStream
+from hvd_elastic.hosts.process import ByteStream, RemoteProcess
+from tests.paths import LIMIT_S
+
+
+class Ends:
+    """A command that has ended; what it wrote last comes after its status was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._left = [b"No such file or ", b"directory\n", b""]
+
+    def read_stdout(self, _: int) -> bytes:
+        return b""
+
+    def read_stderr(self, _: int) -> bytes:
+        assert self.asked.wait(LIMIT_S)
+        return self._left.pop(0)
+
+    def wait(self, _: float | None) -> int:
+        self.asked.set()
+        return 1
+
+
+def test_the_last_line_of_a_command_that_has_ended_is_waited_for() -> None:
+    ends: Any = Ends()
+    assert RemoteProcess(ends, "cat", "gpu1").last_line == "No such file or directory"
 
 
 def test_lines_and_pieces() -> None:
@@ -37,10 +63,10 @@ def test_a_full_buffer_holds_the_writer_until_it_is_read() -> None:
     writer.start()
     assert not written.wait(0.05)
     # A line longer than the buffer comes in pieces.
-    assert stream.readline(timeout=60) == b"0123456789"
-    assert written.wait(60)
-    assert stream.readline(timeout=60) == b"more\n"
-    writer.join(60)
+    assert stream.readline(timeout=LIMIT_S) == b"0123456789"
+    assert written.wait(LIMIT_S)
+    assert stream.readline(timeout=LIMIT_S) == b"more\n"
+    writer.join(LIMIT_S)
 
 
 def test_the_end_sets_a_held_writer_free() -> None:
@@ -49,6 +75,6 @@ def test_the_end_sets_a_held_writer_free() -> None:
     writer = threading.Thread(target=stream.put, args=(b"y",))
     writer.start()
     stream.mark_end()
-    writer.join(60)
+    writer.join(LIMIT_S)
     assert not writer.is_alive()
     assert stream.read() == b"x"

@@ -24,6 +24,7 @@ from hvd_elastic.input.link import (
     connect,
 )
 from hvd_elastic.input.server import serve_port
+from tests.paths import LIMIT_S
 
 
 class Numbers:
@@ -104,7 +105,7 @@ def test_who_has_another_certificate_learns_nothing(port: int) -> None:
 
 def test_who_has_no_certificate_learns_nothing(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as plain:
-        plain.settimeout(30)
+        plain.settimeout(LIMIT_S)
         plain.sendall(b"\0" * 64)
         with contextlib.suppress(OSError):
             got = plain.recv(1 << 16)

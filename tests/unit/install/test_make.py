@@ -72,7 +72,7 @@ def test_a_python_that_does_not_fit_is_refused_with_one_that_does(checkout, sett
         assert (
             f"python3 is {why}, and hvd_elastic needs Python 3.10 to 3.13, 64 bits" in done.stderr
         )
-        assert "; run: make PYTHON=python3.13\n" in done.stderr
+        assert f"; run: make {target} PYTHON=python3.13\n" in done.stderr
     assert not (checkout / ".venv/bin").exists()
 
 

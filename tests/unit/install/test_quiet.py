@@ -10,20 +10,13 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.errors import BuildError
-from hvd_elastic.install.quiet import Progress, make_percentage, run_quietly, telling_lines
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from hvd_elastic.install.quiet import ProgressLine, make_percentage, run_quietly, telling_lines
+from tests.waiting import Clock
 
 
 def test_on_a_terminal_one_line_is_rewritten_and_never_goes_back():
-    clock, out = Clock(), io.StringIO()
-    progress = Progress("Building", out, clock, terminal=True)
+    clock, out = Clock(100.0), io.StringIO()
+    progress = ProgressLine("Building", out, clock, terminal=True)
     for seconds, percentage in ((1, 10), (2, 40), (3, 12)):
         clock.now = 100.0 + seconds
         progress.update(percentage)
@@ -40,8 +33,8 @@ def test_on_a_terminal_one_line_is_rewritten_and_never_goes_back():
 
 
 def test_elsewhere_a_line_is_written_seldom():
-    clock, out = Clock(), io.StringIO()
-    progress = Progress("Building", out, clock, terminal=False)
+    clock, out = Clock(100.0), io.StringIO()
+    progress = ProgressLine("Building", out, clock, terminal=False)
     for _ in range(120):
         clock.now += 1
         progress.update()
@@ -129,6 +122,13 @@ def test_a_network_that_does_not_answer_is_told_once_while_pip_tries_again(tmp_p
     told, done = capfd.readouterr().out.splitlines()
     assert told == "Installing torch: the network does not answer; trying again …"
     assert done.startswith("Installing torch: done")
+
+
+def test_a_full_disk_of_the_log_does_not_hide_why_the_program_failed():
+    run_quietly(python("print('x' * 100_000)"), label="Working", log=Path("/dev/full"))
+    program = python("print('x' * 100_000); exit('No space left on device')")
+    with pytest.raises(BuildError, match="failed with status 1: the disk is full"):
+        run_quietly(program, label="Working", log=Path("/dev/full"))
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):

@@ -26,7 +26,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs import daemon as daemon_module
-from hvd_elastic.jobs import keepers, requests
+from hvd_elastic.jobs import keepers, requests, runs
 from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import (
@@ -39,6 +39,7 @@ from hvd_elastic.jobs.job import (
     JobKind,
     JobRequest,
     JobStatus,
+    Look,
     Pause,
     Release,
     Requeue,
@@ -262,8 +263,9 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     ask_daemon(place, DrainHost("a", "later", "ann", at + 3600))
     assert row(place)["state"] == "up"
     assert row(place)["cause"].startswith("will be drained: later (ann, from ")
-    answer = ask_daemon(place, DrainHost("a", "bad DIMM", "ann", at))
-    assert answer.message.startswith("host a is drained")
+    answer = ask_daemon(place, DrainHost("A", "bad DIMM", "ann", at))
+    assert answer.message.startswith("host a is drained; it is the last host")
+    assert "; this replaces: will be drained: later (ann, from " in answer.message
     daemon.until(lambda: row(place)["state"] == "drained")
     assert row(place)["cause"].startswith("drained: bad DIMM (ann, since ")
     assert row(place)["free"] == 0
@@ -272,7 +274,7 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     again = Running(place, hosts(place))
     assert row(place)["state"] == "drained"
     assert not leads(again, number)
-    ask_daemon(place, UndrainHost("a", "ann"))
+    ask_daemon(place, UndrainHost("A", "ann"))
     again.until(lambda: leads(again, number))
     kinds = [record["kind"] for record in iter_records(place.events)]
     assert (kinds.count("host_drained"), kinds.count("host_undrained")) == (2, 1)
@@ -324,8 +326,7 @@ def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
     again = Running(place, hostfile, drains="failed")
     ask_daemon(place, UndrainHost("a", "ann"))  # as it is
     other = submit(place, FAULTS=json.dumps([HOT, BROKEN]))
-    again.until(lambda: leads(again, other))
-    time.sleep(1)
+    again.until(lambda: BROKEN["text"] in "".join(cause for _, cause in rows()))
     assert [state for state, _ in rows()] == ["up", "up"], "its operator knew of it"
     ask_daemon(place, Cancel([other, broken], "ann"))
     worse = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 2}]))
@@ -333,7 +334,8 @@ def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
     ask_daemon(place, Cancel([worse], "ann"))
     last = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 9}]))
     again.until(lambda: "is not drained, since it is the last" in capfd.readouterr().err)
-    time.sleep(1)
+    for _ in range(3):  # the daemon looks again after each answer
+        rows()
     assert "is not drained" not in capfd.readouterr().err, "once"
     ask_daemon(place, Cancel([last], "ann"))
     again.down(leave_jobs=False)
@@ -674,6 +676,84 @@ def test_what_a_user_makes_up_as_keeper_ends_no_daemon(monkeypatch: pytest.Monke
         daemon.until(lambda: "its last line" in daemon.job(1).message)
         assert process.memory_info().rss - before < 1 << 30
         daemon.down(leave_jobs=True)
+
+
+@other_user.needs_root
+def test_a_host_that_starts_nothing_of_a_user_goes_to_others_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with shared_place() as place:
+        hostfile = place.path.parent / "hosts"
+        hostfile.write_text("a slots=1\nb slots=1\n")
+        answers = place.path.parent / "answers"  # both hosts are well, as the daemon finds
+        told = "".join(f'{{"kind": "host", "host": "{name}", "state": "ok"}}\n' for name in "ab")
+        answers.write_text(f"#!/bin/sh\nprintf '%s' '{told}'\n")
+        answers.chmod(0o700)
+        monkeypatch.setattr("hvd_elastic.jobs.health.sys.executable", str(answers))
+        daemon = Running(place, hostfile)
+        refused = {"kind": "warning", "t": time.time(), "unusable_host": "a", "fatal": False}
+        refused |= {"message": "Permission denied"}
+
+        def submit_and_be_refused() -> None:
+            request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
+            ask_daemon(place, Submit([request], {}))
+            place.shared = True
+            with place.connect("keepers.sock", LIMIT_S) as link, link.makefile("rb") as orders:
+                lead = json.loads(orders.readline())
+                assert "a slots=1" in lead["hosts"]
+                news = {"run_id": lead["run_id"], "attempt": 1, "type": "news", "offset": 0}
+                news |= {"is_all": True, "led": True, "is_own": True}
+                told = [{**refused, "unusable_host": name} for name in ("made-up", "a")]
+                news |= {"lines": [json.dumps({"mono": 1.0, **each}) for each in told]}
+                link.sendall(json.dumps(news).encode() + b"\n")
+                granted = json.loads(orders.readline())
+                assert granted["type"] == "grant"
+                assert granted["hosts"].startswith("b slots=1")
+                ask_daemon(place, Submit([request], {}))
+                daemon.until(lambda: "starts nothing of user nobody" in daemon_row("a")["cause"])
+                daemon.until(lambda: "nothing of user nobody" in own_jobs()[2]["reason"])
+
+        def daemon_row(name: str) -> dict[str, Any]:
+            return next(row for row in ask_daemon(place, Hosts()).data if row["host"] == name)
+
+        def own_jobs() -> dict[int, Any]:
+            told = ask_daemon(place, Look("with_status", ["queued", 9, 0])).data
+            return {job["number"]: job for job in told}
+
+        as_other(place, submit_and_be_refused)
+        assert daemon.job(1).held == {"b": 1}
+        assert daemon.job(2).status is JobStatus.QUEUED, "what one job finds holds for the other"
+        assert daemon_row("a")["free"] == 1
+        daemon.down(leave_jobs=True)
+    said = capfd.readouterr().err
+    assert "host a starts nothing of user nobody (Permission denied)" in said
+    assert "made-up" not in said
+
+
+@other_user.needs_root
+@pytest.mark.parametrize(("apart_s", "warnings"), [(3600.0, 1), (0.0, 3)])
+def test_keepers_of_others_are_warned_of_once_a_minute(
+    apart_s: float,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runs, "_WARN_S", apart_s)
+    troubles = [{"type": "trouble", "message": f"no space {number}"} for number in range(3)]
+
+    def say_all() -> None:
+        request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
+        ask_daemon(shared, Submit([request], {}))
+        with shared.connect("keepers.sock", LIMIT_S) as link:
+            for trouble in troubles:
+                link.sendall(json.dumps(trouble).encode() + b"\n")
+                ask_daemon(shared, Hosts())  # after that the daemon has read it
+
+    with shared_place() as shared:
+        daemon = Running(shared, shared.path.parent / "hosts")
+        as_other(shared, say_all)
+        daemon.down(leave_jobs=True)
+    assert capfd.readouterr().err.count("the keeper of user nobody") == warnings
 
 
 def test_a_keeper_that_says_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,32 +7,83 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.errors import RunError
+from hvd_elastic.jobs.health import HardwareHealth, HostHealth
+from hvd_elastic.jobs.notify import ClusterRecord
 from hvd_elastic.jobs.operator_state import Drained, OperatorState
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.records.json_lines import iter_records
 from hvd_elastic.run_events import Fault, HostFaults
 from tests.paths import LIMIT_S
 
 
-def test_faults_that_a_user_makes_up_are_bounded(tmp_path: Path) -> None:
-    health = HostHealth(tmp_path / "hosts", None)
+class Watched:
+    """The hardware of hosts whose faults drain them, and what is recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = OperatorState(folder / "operator.json")
+        place = ClusterFolder(folder)
+        self.health = HardwareHealth("failed", self.state, ClusterRecord(place, ""))
+        self.events = lambda: [*iter_records(place.events)]
+
+    def tell(self, host: str, *faults: Fault, t: float = 1.0) -> None:
+        self.health.note_faults(HostFaults(host=host, faults=[*faults], t=t, mono=0.0))
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def test_faults_that_a_user_makes_up_are_bounded(watched: Watched) -> None:
     many = [Fault("GPU\n" * 99, "\x1b[2J" * 9_999, 1 << 80) for _ in range(1000)]
-    assert health.faults_told(HostFaults(host="a", faults=many, t=1e18, mono=0.0))
-    told = health.faults["a"]
+    watched.tell("a", *many, t=1e18)
+    told = watched.health.faults["a"]
     assert len(told.faults) == 20
     assert told.faults[0].what.isprintable()
     assert len(told.faults[0].text) <= 1000
-    state = OperatorState(tmp_path / "operator.json")
-    state.drain("a", Drained("why", "ann", 0.0))
+    state = watched.state
+    state.drain("a", Drained("why", "ann", 0.0), 0.0)
     state.undrain("a", told.faults, time.time())
     assert state.new_faults("a", told.faults, told.t) == []
-    well = HostFaults(host="a", faults=[], t=time.time(), mono=0.0)
-    assert health.faults_told(well), "what was told of the future is over now"
+    watched.tell("a", t=time.time())
+    assert [len(event["faults"]) for event in watched.events()] == [20, 0], "told of the future"
+
+
+def test_drain_for_faults_keeps_what_an_operator_has_planned(watched: Watched) -> None:
+    planned = Drained("firmware", "ann", 100.0)
+    watched.state.drain("a", planned, 1.0)
+    broken = [Fault(f"GPU {n}", f"GPU {n} is lost", is_broken=True) for n in range(8)]
+    watched.tell("a", *broken)
+    assert watched.health.drain(["a", "b"], [], 2.0)
+    assert watched.state.closed == {"a"}
+    words = watched.state.drained["a"].words(3.0)
+    assert words.startswith("drained: GPU 0 is lost; GPU 1 is lost; GPU 2 is lost; and 5 other")
+    assert "; will be drained: firmware (ann, from " in words
+    assert watched.state.undrain("a", broken, 4.0) == planned
+    assert not watched.health.drain(["a", "b"], [], 5.0), "their operator knows of them"
+    watched.state.changed(100.0)
+    assert watched.state.closed == {"a"}, "as it was planned"
+    watched.state.undrain("a", broken, 101.0)
+    watched.state.drain("a", planned, 1.0)
+    watched.tell("a", Fault("another", "another", is_broken=True))
+    watched.state.changed(2.0)
+    assert watched.health.drain(["a", "b"], [], 102.0) is False, "it is drained since 100"
+
+
+def test_host_that_is_drained_is_not_given_back_by_a_later_drain(watched: Watched) -> None:
+    watched.state.drain("a", Drained("bad DIMM", "ann", 1.0, {"memory": 2}), 1.0)
+    with pytest.raises(RunError, match=r"host a is drained: bad DIMM .* hvd-elastic undrain a"):
+        watched.state.drain("a", Drained("later", "ann", 9.0), 2.0)
+    watched.state.drain("a", Drained("another reason", "ann", 2.0), 2.0)
+    assert watched.state.drained["a"].faults == {"memory": 2}
 
 
 def test_faults_for_which_a_host_was_drained_are_known_to_a_daemon_that_heard_of_none(
     tmp_path: Path,
 ) -> None:
-    OperatorState(tmp_path / "state").drain("a", Drained("fell off", "health", 0.0, {"bus": 2}))
+    drained = Drained("fell off", "health", 0.0, {"bus": 2})
+    OperatorState(tmp_path / "state").drain("a", drained, 0.0)
     state = OperatorState(tmp_path / "state")
     state.undrain("a", (), time.time())
     found = [Fault("bus", "fell off", number, is_broken=True) for number in (2, 3)]

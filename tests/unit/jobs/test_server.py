@@ -18,6 +18,7 @@ from hvd_elastic.jobs.job import Answer, Cancel, Down, Hosts, Request
 from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile, open_cluster
 from hvd_elastic.jobs.server import RequestServer, ask_daemon
 from tests import other_user
+from tests.paths import LIMIT_S
 
 
 def handle(request: Request, user: int) -> Answer:
@@ -56,7 +57,7 @@ def server(place: ClusterFolder) -> Iterator[RequestServer]:
 
 def connection(place: ClusterFolder) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
-    made.settimeout(10)
+    made.settimeout(LIMIT_S)
     with place.socket_address() as address:
         made.connect(address)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ NOW = 10_000.0
 
 
 def job(number: int, **more: Any) -> Job:
-    asked = {key: more.pop(key) for key in ("kind", "min_np", "max_np", "priority") if key in more}
+    keys = ("kind", "min_np", "max_np", "priority", "time_limit_s")
+    asked = {key: more.pop(key) for key in keys if key in more}
     request = JobRequest("train", {"command": ["python"]}, **asked)
     times = {"submitted_at": NOW - 100 + number, "queued_at": NOW - 100 + number}
     return Job(number, request, f"train-{number}", **{**times, **more})
@@ -366,3 +368,90 @@ def test_what_a_job_of_another_user_makes_up_is_left_out(run: Written) -> None:
     for measured, most in ((progress.measured, 2), (made_up, 1)):
         candidate = Candidate(replace(running(1, {"a": 1}), request=asked), measured)
         assert sum(plan_slots([candidate], HOSTS, NOW).slots[1].values()) == most
+
+
+@pytest.mark.parametrize(
+    ("kind", "length_s", "latest_s"), [(JobKind.PLAIN, 100.0, 700), (JobKind.ELASTIC, 50.0, 1800)]
+)
+def test_job_that_needs_several_slots_starts_behind_an_endless_row_of_others(
+    kind: JobKind, length_s: float, latest_s: int
+) -> None:
+    """In virtual time: four jobs of one slot run at any time, and others wait."""
+    wide = job(1, kind=JobKind.FIXED, min_np=4, max_np=4, submitted_at=NOW, queued_at=NOW)
+    one = {"kind": kind, "max_np": 1}
+    runs = {n: running(n, {"ab"[n % 2]: 1}, length_s * (n - 1) / 5, **one) for n in range(2, 6)}
+    for second in range(0, latest_s, 10):
+        now = NOW + second
+        runs = {n: each for n, each in runs.items() if now - (each.started_at or 0.0) < length_s}
+        numbers = range(10_000 + second, 10_009 + second)
+        queued = [Candidate(job(n, queued_at=now - 60.0, **one)) for n in numbers]
+        plan = plan_slots([*map(Candidate, runs.values()), Candidate(wide), *queued], HOSTS, now)
+        if plan.slots[1]:
+            assert second >= 600
+            reasons = {plan.reasons[n] for n in numbers}
+            told = "waits: job 1 (train-1) is before it and needs 4 slots"
+            assert (reasons == {told}) == (kind is JobKind.PLAIN)
+            return
+        for each in queued:
+            if held := plan.slots[each.job.number]:
+                started = replace(each.job, status=JobStatus.RUNNING, started_at=now, held=held)
+                runs[started.number] = started
+        assert second >= 600 or len(runs) == 4, "slots are kept for who has waited for long"
+    pytest.fail("it has not started")
+
+
+def test_commands_that_do_not_delay_a_job_before_them_start() -> None:
+    limit = {"kind": JobKind.PLAIN, "time_limit_s": 600.0}
+    runs = [Candidate(running(n, {"a": 1}, for_s=100.0, **limit)) for n in (2, 3)]
+    wide = Candidate(job(1, kind=JobKind.FIXED, min_np=3, max_np=3, queued_at=NOW - 700.0))
+    short, long, any_length = (
+        Candidate(job(number, kind=JobKind.PLAIN, max_np=1, time_limit_s=limit_s))
+        for number, limit_s in ((4, 500.0), (5, 501.0), (6, None))
+    )
+    plan = plan_slots([*runs, wide, long, any_length, short], HOSTS, NOW)
+    assert [bool(plan.slots[n]) for n in (1, 4, 5, 6)] == [False, True, False, False]
+    spare = plan_slots([runs[0], wide, long, any_length], [*HOSTS, HostSlots("c", 1)], NOW)
+    assert [bool(spare.slots[n]) for n in (1, 5, 6)] == [True, True, False], "one slot is left"
+    there = replace(wide, hosts=frozenset("a"))
+    asks = replace(there.job, request=replace(there.job.request, min_np=2, max_np=2))
+    plan = plan_slots([runs[0], replace(there, job=asks), long, any_length], HOSTS, NOW)
+    assert [plan.slots[n] for n in (1, 5, 6)] == [{}, {"b": 1}, {"b": 1}], "on another host"
+
+
+class Claims(Measured):
+    """What a job says of itself: by default, that it gains by each slot and lasts an hour."""
+
+    timed = {1, 2}  # noqa: RUF012
+    rescale_s = noise = 0.0
+
+    def __init__(self, goodput: Sequence[float] = range(5), left: float = 3600.0) -> None:
+        super().__init__()
+        self._goodput, self._left = np.asarray(goodput, np.float64), left
+
+    def goodput(self, per_host: Sequence[int]) -> np.ndarray:
+        return self._goodput
+
+    def remaining(self, target_examples: float | None, epochs: float | None) -> float:
+        return self._left
+
+
+def test_a_user_wins_little_by_measurements_that_are_made_up() -> None:
+    """The claim of another user's job is bounded by what a job can be."""
+    theirs = replace(job(1).request, user=4001)
+    hosts = [HostSlots(name, 1) for name in "abcd"]
+
+    def slots(claims: Claims, honest: Claims, own: str, other: str) -> int:
+        held, others = (dict.fromkeys(names, 1) for names in (own, other))
+        liar = Candidate(replace(running(1, held), request=theirs), claims)
+        jobs = [liar, Candidate(running(2, others), honest)]
+        return sum(plan_slots(jobs, hosts, NOW).slots[1].values())
+
+    gains = Claims([0.0, 1.0, 1e3, 1e6, 1e9])
+    keeps = Claims()
+    keeps.noise = 1e9
+    for claims in (Claims(), gains, keeps):
+        assert slots(claims, Claims(left=60.0), "abc", "d") == 1
+    for name, value in (("rescale_s", -1e9), ("rescale_s", 1e300), ("_left", 1e300)):
+        nonsense = Claims()
+        setattr(nonsense, name, value)
+        assert slots(nonsense, Claims(), "a", "bc") == 1, "as if nothing were measured"

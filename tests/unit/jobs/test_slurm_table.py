@@ -17,16 +17,31 @@ from tests.unit.jobs.test_daemon import Running
 
 place = test_daemon.place
 NUMBER = "12"
+ELSEWHERE = {
+    "hvd-elastic shell 12": (
+        *("tests/dist/test_drains.py", "jobs_leave_drained_hosts_during_a_rescale_and_all_hosts"),
+    ),
+    "runclust hosts --hosts gpu3 --pty bash": (
+        *("tests/ssh/test_runclust.py", "a_command_has_the_terminal"),
+    ),
+}
+"""Commands that need a terminal and a real run or host, with the test that runs them."""
 
 
 def commands() -> list[list[str]]:
-    """Return the commands of the table, in its order, each as words."""
+    """Return the commands of the table that are run here, in its order, each as words."""
     page = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
     part = page.partition("## For those who know Slurm")[2].partition("\n## ")[0]
-    return [
-        shlex.split(found)
-        for found in re.findall(r"\| `hvd-elastic ([^`]*)` \|$", part, re.MULTILINE)
-    ]
+    rows = [row for row in part.splitlines() if row.startswith("| `s")]
+    found = [re.findall(r"\| `([^`]*)` \|$", row) for row in rows]
+    assert all(found), "each line has one command of ours"
+    told = [command for (command,) in found]
+    for command, (path, name) in ELSEWHERE.items():
+        assert f"def test_{name}(" in (ROOT / path).read_text(encoding="utf-8")
+        told.remove(command)
+    program = "hvd-elastic "
+    assert all(command.startswith(program) for command in told)
+    return [shlex.split(command.removeprefix(program)) for command in told]
 
 
 def test_each_command_for_those_who_know_slurm_works(
@@ -57,8 +72,6 @@ def test_each_command_for_those_who_know_slurm_works(
     table = commands()
     assert len(table) > 15
     for words in [[word.replace(f":{NUMBER}", f":{first}") for word in each] for each in table]:
-        if words[0] == "shell":  # it needs a terminal and a run: tests/dist/test_drains.py
-            continue
         status, told[" ".join(words)] = call(words)
         assert status == 0, (words, told[" ".join(words)])
         if words[0] == "hold":

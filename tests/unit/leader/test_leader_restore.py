@@ -19,7 +19,14 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.run_events import Metrics, Restored, TrainingGoesOn, TrainingStopped, Warned
+from hvd_elastic.run_events import (
+    HostSlots,
+    Metrics,
+    Restored,
+    TrainingGoesOn,
+    TrainingStopped,
+    Warned,
+)
 from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_files import spooled
 from tests.unit.records.made_events import summarized
@@ -56,7 +63,7 @@ class Resumed:
 
     def announce(self) -> Announce:
         machine = self.leader._executor.machine
-        machine.handle(ev.HostsChanged(tuple(ev.HostSlots(host, 1) for host in HOSTS)), 0.0)
+        machine.handle(ev.HostsChanged(tuple(HostSlots(host, 1) for host in HOSTS)), 0.0)
         started = [c for host in HOSTS for c in machine.handle(ev.AgentReady(host), 0.0)]
         workers = [c.worker for c in started if isinstance(c, StartWorker)]
         ready = [c for worker in workers for c in machine.handle(ev.WorkerReady(worker, 0.1), 0.0)]
@@ -104,8 +111,8 @@ def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed)
     assert finish is not None
     assert finish.status == "failed"
     assert finish.message == (
-        "checkpoint X cannot be brought to any host. Nothing was removed or begun anew: mend that "
-        "and go on with: hvd-elastic run --resume r1, or start a new run"
+        "checkpoint X cannot be brought to any host. Nothing was removed or started again: fix "
+        "that and resume with: hvd-elastic run --resume r1, or start a new run"
     )
     assert run.audit() == []
     assert not any(agent.sent for agent in run.agents.values())
@@ -136,7 +143,7 @@ def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: R
 def test_only_where_there_is_none_training_begins_anew(run: Resumed) -> None:
     run.leader._executor._restore(run.announced, Brought())
     assert [record["step"] for record in run.audit()] == [0]
-    assert run.warnings() == ["there is no complete checkpoint: training begins anew"]
+    assert run.warnings() == ["there is no complete checkpoint: training starts from scratch"]
     assert [agent.sent[0].announcement.restore for agent in run.agents.values()] == [None, None]
 
 

@@ -20,6 +20,7 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.run_events import LogNote
 from hvd_elastic.wire import messages as msg
+from tests.paths import LIMIT_S
 from tests.unit.checkpoint.test_saved import Host
 
 DONE = cmd.Finish("succeeded", "the training function returned on every worker")
@@ -34,7 +35,7 @@ class Agent(Host):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.gate = threading.Event()
-        self.before = lambda: self.gate.wait(10)
+        self.before = lambda: self.gate.wait(LIMIT_S)
         self.beats = 0
         self.is_ending = False
 
@@ -86,7 +87,7 @@ class Run:
         done = threading.Event()
         self.leader._run.loop.post(call)
         self.leader._run.loop.post(done.set)
-        assert done.wait(10)
+        assert done.wait(LIMIT_S)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
     assert note.startswith("training has ended; waiting for the file 'best.pt' that the script sav")
     assert "at step 7 (0 B of" in note
     run.agent.gate.set()
-    loop.join(10)
+    loop.join(LIMIT_S)
     assert not loop.is_alive()
     assert run.stored
     assert run.leader._fetching.saved.missing() == ""
@@ -123,7 +124,7 @@ def test_a_second_request_to_stop_ends_the_wait(run: Run) -> None:
     run.post(lambda: run.leader._stopping.ask(StopCause.INTERRUPT))
     assert loop.is_alive()
     run.leader._run.loop.post(lambda: run.leader._stopping.ask(StopCause.INTERRUPT))
-    loop.join(10)
+    loop.join(LIMIT_S)
     assert not loop.is_alive()
     assert "it has not arrived" in run.leader._fetching.saved.missing()
 
@@ -136,7 +137,7 @@ def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
     run.agent.gate.set()
     run.leader._executor.execute(DONE)
     loop = run.begin()
-    loop.join(10)
+    loop.join(LIMIT_S)
     assert not loop.is_alive()
     ended = run.leader._fetching.with_missing(DONE)
     assert ended.status == "failed"

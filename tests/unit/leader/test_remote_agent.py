@@ -23,6 +23,7 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import HostLost
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
+from tests.paths import LIMIT_S
 from tests.unit.wire.wire_samples import agent_hello, leader_hello
 
 HELLO = encode(agent_hello(python=platform.python_version()))
@@ -76,9 +77,9 @@ def heard(
     )
     if on is not None:
         on.append(connection)
-    found = [posted.get(timeout=60)]
+    found = [posted.get(timeout=LIMIT_S)]
     while not isinstance(found[-1], AgentFailed):
-        found.append(posted.get(timeout=60))
+        found.append(posted.get(timeout=LIMIT_S))
     return found
 
 

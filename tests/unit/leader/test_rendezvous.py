@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from hvd_elastic.agent.rendezvous import GenerationStore
-from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.ranks import Seat, assign_ranks
 from hvd_elastic.leader.agents.rendezvous import SMALL_WORLD, EntryRelay
+from hvd_elastic.run_events import HostSlots
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import ProtocolError, compress, decompress, encode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -39,6 +40,18 @@ def test_a_notice_is_acted_upon_a_moment_later_unless_the_run_stops_by_then(
         assert event.train_for_s == 15.0, "less what has passed"
     reports.drain_noticed_hosts(110.0)
     assert len(executor.tell.call_args_list) == len(told), "once"
+
+
+def test_a_notice_is_acted_upon_at_once_where_the_leader_does_not_stop_at_sigterm() -> None:
+    run, executor, agent = Mock(), Mock(), Mock()
+    agent.host.name = "a"
+    run.hostfile.hosts = {"a": None}
+    stopping = Mock(cause=None, hears_sigterm=False)
+    reports = Reports(run, executor, Mock(reserve_s=10.0), Mock(), stopping)
+    reports.take_message(agent, msg.Notice("a test", 30.0))
+    reports.drain_noticed_hosts(time.monotonic())
+    (event,) = (call.args[0] for call in executor.tell.call_args_list)
+    assert event.host == "a"
 
 
 @pytest.mark.parametrize("trains", [True, False])

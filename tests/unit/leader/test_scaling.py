@@ -9,12 +9,12 @@ import pytest
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Command, Leave, Member, StartAgent, StartWorker
 from hvd_elastic.control.scaling import ScalingController
-from hvd_elastic.control.state_machine import HostSlots, MachineConfig, Phase, RunMachine
+from hvd_elastic.control.state_machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.scaling import Scaler
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.snapshot import Allocation, Decision
-from hvd_elastic.run_events import PredictionMissed
+from hvd_elastic.run_events import HostSlots, PredictionMissed
 from tests.unit.records.made_events import noted
 
 HOSTS = [Host("a", slots=1), Host("b", slots=1)]

@@ -1,4 +1,4 @@
-"""Which signals stop a run."""
+"""Which signals stop a run, and which hosts it is asked to leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.leader.steering import Stopping
+from hvd_elastic.control.events import HostDraining, HostReturned
+from hvd_elastic.leader.steering import Stopping, drain
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,3 +29,28 @@ def test_a_hang_up_stops_a_run_unless_it_was_started_by_nohup(nohup: bool) -> No
     with Stopping(unused, unused, unused).signals():
         caught = {number for number in NUMBERS if callable(signal.getsignal(number))}
     assert caught == {signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))}
+
+
+def test_a_leader_that_has_sigterm_blocked_does_not_hear_it() -> None:
+    unused: Any = None
+    heard = []
+    for blocked in ((), (signal.SIGTERM,)):
+        stopping = Stopping(unused, unused, unused)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            with stopping.signals():
+                heard.append(stopping.hears_sigterm)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert heard == [True, False]
+
+
+def test_a_run_leaves_a_host_that_is_named_in_another_case() -> None:
+    hosts = ["login", "GPU1.example"]
+    answer = drain({"host": "gpu1.Example"}, hosts, [], reserve_s=0.0)
+    assert isinstance(answer.event, HostDraining)
+    assert answer.event.host == hosts[1]
+    assert drain({"host": "gpu1.EXAMPLE", "undo": True}, hosts, hosts, 0.0).event == HostReturned(
+        hosts[1]
+    )
+    assert not drain({"host": "gpu1"}, hosts, [], reserve_s=0.0).ok

@@ -9,13 +9,14 @@ from unittest.mock import Mock
 
 import msgspec
 
-from hvd_elastic.control.events import AgentFailed, HostSlots
+from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.failover.failover import Takeover
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import Draining, RunSummary
+from hvd_elastic.run_events import HostSlots
 from hvd_elastic.wire.messages import HeldRun
 from tests.unit.records.made_events import summarized
 

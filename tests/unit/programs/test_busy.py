@@ -27,3 +27,5 @@ def test_a_user_without_a_job_who_uses_a_core_is_named(monkeypatch: pytest.Monke
     assert "nobody has no job here and runs python" in told.detail
     assert f"(pid {process.pid}, " in told.detail
     assert check_users(found, ["nobody"]).level is Level.OK
+    found[0]["command"] = "\x1b[2J"
+    assert "?[2J" in check_users(found, ["ada"]).detail, "a terminal is not told what to do"

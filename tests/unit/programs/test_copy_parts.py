@@ -41,6 +41,7 @@ from hvd_elastic.programs.copy.tree import (
 )
 from tests import other_user, small_disk
 from tests.other_user import open_folder as open_folder
+from tests.paths import LIMIT_S
 
 SECRET = b"s" * 32
 TEXT = b"loss=0.5 " * 7000
@@ -65,7 +66,7 @@ def meet(
             results["feeder"] = wire.connect([server.getsockname()], *feeder)
         except wire.LinkError as error:
             results["feeder"] = error
-        thread.join(30)
+        thread.join(LIMIT_S)
     return results["feeder"], results["fed"]
 
 
@@ -90,7 +91,7 @@ def test_a_link_carries_frames_both_know_the_secret_of(encrypted: bool) -> None:
         assert wire.read_frame(fed.file) == (wire.DATA, number, 7, data)
     with pytest.raises(wire.LinkError, match="closed"):
         wire.read_frame(fed.file)
-    thread.join(30)
+    thread.join(LIMIT_S)
     fed.close()
 
 
@@ -343,7 +344,7 @@ def test_names_are_given_behind_the_stream(tmp_path: Path, monkeypatch: pytest.M
     names = renaming.Names(folder, lambda index, part: given.put((index, part)))
     names.add_file(3, b"part")
     names.count(1000)
-    assert given.get(timeout=30) == (3, b"part")
+    assert given.get(timeout=LIMIT_S) == (3, b"part")
     names.stop_renaming()
     os.close(folder)
 

@@ -1,4 +1,4 @@
-"""Faults of GPUs and memory, as nvidia-smi, NVML and the kernel's log tell them."""
+"""Faults of GPUs and memory, as read from NVML and the kernel's log."""
 
 from __future__ import annotations
 
@@ -8,102 +8,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hvd_elastic.agent.hardware import _PROGRAM
-from hvd_elastic.programs import hardware, watch_hardware
-from hvd_elastic.programs.hardware import gpus_of, read_hardware
-from hvd_elastic.programs.watch_hardware import NvmlFaults
+from hvd_elastic.programs import hardware
+from hvd_elastic.programs.hardware import read_hardware
+from hvd_elastic.programs.nvml import NvmlFaults
 from tests.unit.played_nvml import build_nvml
 
-REPORT = """<?xml version="1.0" ?>
-<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
-<nvidia_smi_log>
-  <driver_version>550.54.15</driver_version>
-  <gpu id="00000000:18:00.0">
-    <product_name>NVIDIA H100 80GB HBM3</product_name>
-    <pci><pci_gpu_link_info><link_widths>
-      <max_link_width>16x</max_link_width><current_link_width>8x</current_link_width>
-    </link_widths></pci_gpu_link_info></pci>{}
-  </gpu>
-</nvidia_smi_log>
-"""
 WELL = {
-    "index": 0, "bus": "00000000:18:00.0", "name": "NVIDIA H100 80GB HBM3",
+    "index": 0, "bus": "00000000:18:00.0", "name": "NVIDIA H100 80GB HBM3", "lost": False,
     "corrected": 0, "uncorrected": 0, "repair_pending": False, "repair_failed": False,
     "width": 8, "most_width": 16, "held_down_by": [], "action": "",
 }  # fmt: skip
-NONE = """<ecc_errors><volatile>
-<sram_correctable>N/A</sram_correctable><sram_uncorrectable_parity>N/A</sram_uncorrectable_parity>
-<dram_correctable>N/A</dram_correctable><dram_uncorrectable>N/A</dram_uncorrectable>
-</volatile></ecc_errors><remapped_rows>N/A</remapped_rows>
-<gpu_recovery_action>None</gpu_recovery_action>"""
-V100 = """<ecc_errors><volatile>
-<single_bit><device_memory>4</device_memory><l2_cache>1</l2_cache><total>5</total></single_bit>
-<double_bit><device_memory>0</device_memory><cbu>N/A</cbu><total>2</total></double_bit>
-</volatile></ecc_errors>
-<retired_pages><pending_blacklist>Yes</pending_blacklist></retired_pages>
-<clocks_throttle_reasons>
-<clocks_throttle_reason_sw_power_cap>Active</clocks_throttle_reason_sw_power_cap>
-<clocks_throttle_reason_hw_slowdown>Active</clocks_throttle_reason_hw_slowdown>
-<clocks_throttle_reason_hw_thermal_slowdown>Active</clocks_throttle_reason_hw_thermal_slowdown>
-</clocks_throttle_reasons>"""
-A100 = """<ecc_errors><volatile>
-<sram_correctable>1</sram_correctable><sram_uncorrectable>0</sram_uncorrectable>
-<dram_correctable>6</dram_correctable><dram_uncorrectable>1</dram_uncorrectable>
-</volatile><aggregate><dram_correctable>99</dram_correctable></aggregate></ecc_errors>
-<retired_pages><pending_retirement>N/A</pending_retirement></retired_pages>
-<remapped_rows><remapped_row_corr>0</remapped_row_corr><remapped_row_unc>1</remapped_row_unc>
-<remapped_row_pending>Yes</remapped_row_pending><remapped_row_failure>No</remapped_row_failure>
-</remapped_rows>"""
-H100 = """<ecc_errors><volatile>
-<sram_correctable>0</sram_correctable><sram_uncorrectable_parity>1</sram_uncorrectable_parity>
-<sram_uncorrectable_secded>2</sram_uncorrectable_secded>
-<dram_correctable>0</dram_correctable><dram_uncorrectable>0</dram_uncorrectable>
-</volatile></ecc_errors>
-<remapped_rows><remapped_row_pending>No</remapped_row_pending>
-<remapped_row_failure>Yes</remapped_row_failure></remapped_rows>
-<clocks_event_reasons>
-<clocks_event_reason_hw_power_brake_slowdown>Active</clocks_event_reason_hw_power_brake_slowdown>
-<clocks_event_reason_sw_thermal_slowdown>Not Active</clocks_event_reason_sw_thermal_slowdown>
-</clocks_event_reasons>
-<gpu_recovery_action>Drain and Reset</gpu_recovery_action>"""
-
-
-@pytest.mark.parametrize(
-    ("part", "faults"),
-    [
-        pytest.param(NONE, {}, id="GeForce, drivers 470 to 595"),
-        pytest.param(
-            V100,
-            {"corrected": 5, "uncorrected": 2, "repair_pending": True, "held_down_by": ["heat"]},
-            id="V100, drivers to 535",
-        ),
-        pytest.param(
-            A100,
-            {"corrected": 7, "uncorrected": 1, "repair_pending": True},
-            id="A100, drivers to 535",
-        ),
-        pytest.param(
-            H100,
-            {
-                "uncorrected": 3,
-                "repair_failed": True,
-                "held_down_by": ["its power supply"],
-                "action": "Drain and Reset",
-            },
-            id="H100, drivers from 550",
-        ),
-    ],
-)
-def test_each_generation_of_gpus_and_drivers_has_names_of_its_own(
-    part: str, faults: dict[str, Any]
-) -> None:
-    assert gpus_of(REPORT.format(part)) == [{**WELL, **faults}]
-
-
 LOG = """\
 [ 7.1] NVRM: Xid (PCI:0000:18:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
 [ 7.2] NVRM: GPU 0000:18:00.0: GPU has fallen off the bus.
@@ -119,26 +37,28 @@ LOG = """\
 """
 
 
-def test_what_is_read_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_on_a_host(
+    nvml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "NvmlFaults", lambda: NvmlFaults(str(nvml)))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for name, text in (("nvidia-smi", f"a warning of it\n{REPORT}"), ("dmesg", LOG)):
-        (tmp_path / f"{name}.text").write_text(text)
-        (tmp_path / name).write_text(f'#!/bin/sh\ncat "{tmp_path}/{name}.text"\n')
-        (tmp_path / name).chmod(0o755)
+    (tmp_path / "dmesg.text").write_text(LOG)
+    (tmp_path / "dmesg").write_text(f'#!/bin/sh\ncat "{tmp_path}/dmesg.text"\n')
+    (tmp_path / "dmesg").chmod(0o755)
     for controller, errors in (("mc0", "2"), ("mc1", "3")):
         (tmp_path / controller).mkdir()
         (tmp_path / controller / "ue_count").write_text("0\n")
         (tmp_path / controller / "ce_count").write_text(f"{errors}\n")
     monkeypatch.setattr(hardware, "EDAC", tmp_path)
     found = read_hardware()
-    assert [gpu["index"] for gpu in found["gpus"]] == [0]
-    buses = [(bus, xid) for bus, xid, _ in found["xids"]]
+    assert [gpu["held_down_by"] for gpu in found["gpus"]] == [[], ["its power supply"], []]
+    buses = [(bus, xid) for bus, xid, *_ in found["xids"]]
     assert buses == [("0000:18:00", 79), ("0000:19:00", 31), ("0018:01:00", 149)]
     assert " Fatal " in found["xids"][2][2]
     assert (found["machine_checks"], found["machine_checks_uncorrected"]) == (2, 2)
     assert (found["memory_uncorrected"], found["memory_corrected"]) == (0, 5)
     (tmp_path / "dmesg").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "nvidia-smi.text").write_text("No devices were found\n")
+    monkeypatch.setattr(hardware, "NvmlFaults", lambda: NvmlFaults("libno-such-library.so.1"))
     found = read_hardware()
     assert (found["gpus"], found["xids"], found["machine_checks"]) == ([], None, None)
 
@@ -206,22 +126,24 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_nvml(tmp_path_factory.mktemp("nvml"), NVML)
 
 
-def test_nvml_tells_the_same_as_nvidia_smi(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_gpus_by_nvml(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = NvmlFaults(str(nvml))
     well, faulty, lost = gpus.read()
-    assert well == {**WELL, "lost": False}
+    assert well == WELL
     expected = {
-        "index": 1, "bus": "00000000:19:00.0", "lost": False, "action": "Drain and Reset",
+        "index": 1, "bus": "00000000:19:00.0", "action": "Drain and Reset",
         "corrected": 5_000_000_000, "uncorrected": 2, "repair_pending": True,
     }  # fmt: skip
     assert faulty == {**WELL, **expected}, "clocks that are held down for a moment are normal"
     assert gpus.read()[1]["held_down_by"] == ["its power supply"]
     assert lost["lost"]
-    assert gpus.xids() == [("00000000:19:00.0", 79, "")]
-    assert gpus.xids() == [("00000000:19:00.0", 79, "")], "those so far"
-    monkeypatch.setattr(watch_hardware, "_MOST_ALIKE", 3)
-    ctypes.c_int.in_dll(ctypes.CDLL(str(nvml)), "events").value = 100
-    assert gpus.xids() == [("00000000:19:00.0", 79, "")] * 3, "not all of a flood"
+    assert gpus.xids() == [("00000000:19:00.0", 79, "", 1)]
+    assert gpus.xids() == [("00000000:19:00.0", 79, "", 1)], "those so far"
+    ctypes.c_int.in_dll(ctypes.CDLL(str(nvml)), "events").value = 50_000
+    for times in (1001, 2001):
+        assert gpus.xids() == [("00000000:19:00.0", 79, "", times)], "a part of a flood at a time"
+    monkeypatch.setattr("hvd_elastic.programs.nvml._MOST_EVENTS", 50_000)
+    assert gpus.xids() == [("00000000:19:00.0", 79, "", 50_001)], "and none is lost"
     assert NvmlFaults("libno-such-library.so.1").read() == []
 
 
@@ -239,4 +161,4 @@ def test_the_process_tells_of_the_hardware_until_its_input_ends(nvml: Path, tmp_
         assert process.stdout.read() == b""
     assert process.returncode == 0
     assert [gpu["lost"] for gpu in found["gpus"]] == [False, False, True]
-    assert found["xids"] == [["00000000:19:00.0", 79, ""]], "also without the kernel's log"
+    assert found["xids"] == [["00000000:19:00.0", 79, "", 1]], "also without the kernel's log"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,6 +12,7 @@ import msgspec
 
 from hvd_elastic.records.events import EVENT_TYPES, as_record, decode_event
 from hvd_elastic.records.json_lines import EventLog, encode_line
+from hvd_elastic.records.run_folder import Request, RunFolder
 from hvd_elastic.records.summary import RunSummary, summarize
 from hvd_elastic.run_events import BatchLimits, ReadEvent, RunEvent
 
@@ -86,3 +89,34 @@ def fields_of(event: RunEvent) -> dict[str, Any]:
 def write(log: EventLog, kind: str, fields: Mapping[str, Any]) -> None:
     """Write an event of which these fields matter."""
     log.append(kind, whole({"kind": kind, **fields}))
+
+
+@contextmanager
+def leader(
+    folder: RunFolder,
+    handle: Callable[[Request, EventLog], bool] | None = None,
+    *,
+    answer: Callable[[Request], dict[str, Any]] = lambda _: {"ok": True, "message": "will do"},
+) -> Iterator[EventLog]:
+    """A leader that answers every request; ``handle`` returning True ends it."""
+    gone = threading.Event()
+    lock = folder.take_lead()
+    log = EventLog(folder.events)
+
+    def serve() -> None:
+        while not gone.wait(0.01):
+            for request in folder.take_requests():
+                write(log, "command_done", {"id": request.id, **answer(request)})
+                if handle is not None and handle(request, log):
+                    lock.close()
+                    return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield log
+    finally:
+        gone.set()
+        thread.join()
+        log.close()
+        lock.close()

@@ -25,6 +25,7 @@ from hvd_elastic.records.json_lines import (
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.run_events import Metrics
+from tests.paths import LIMIT_S
 
 
 @pytest.fixture
@@ -158,7 +159,10 @@ print(told)
 def test_a_record_cut_by_a_limit_leaves_one_broken_line(path: Path) -> None:
     """A real short write: the kernel takes the part of the line that still fits."""
     done = subprocess.run(
-        [sys.executable, "-c", SHORT_WRITES, str(path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SHORT_WRITES, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n"

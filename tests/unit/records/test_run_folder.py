@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,30 +13,7 @@ import pytest
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder, check_run_id, list_runs, new_run_id
-from tests.unit.records.made_events import write
-
-
-@contextmanager
-def leader(folder: RunFolder, answer: Callable[[Request], dict[str, object]]) -> Iterator[None]:
-    """A thread that holds the lead and answers requests until the test is done."""
-    done = threading.Event()
-    lock = folder.take_lead()
-    log = EventLog(folder.events)
-
-    def serve() -> None:
-        while not done.wait(0.01):
-            for request in folder.take_requests():
-                write(log, "command_done", {"id": request.id, **answer(request)})
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        log.close()
-        lock.close()
+from tests.unit.records.made_events import leader, write
 
 
 def test_a_new_run_id_is_valid_and_tells_the_time() -> None:
@@ -192,9 +167,11 @@ def test_requests_are_handed_out_once_in_order(tmp_path: Path) -> None:
 
 def test_the_leader_answers(tmp_path: Path) -> None:
     folder = RunFolder.create("a", root=tmp_path)
-    with leader(folder, lambda request: {"ok": True, "message": f"np is {request.fields['np']}"}):
+    with leader(
+        folder, answer=lambda request: {"ok": True, "message": f"np is {request.fields['np']}"}
+    ):
         assert folder.ask_leader("scale", {"np": 3}) == "np is 3"
-    with leader(folder, lambda _: {"ok": False, "message": "only 2 slots"}):
+    with leader(folder, answer=lambda _: {"ok": False, "message": "only 2 slots"}):
         with pytest.raises(RunError, match="refused 'scale': only 2 slots"):
             folder.ask_leader("scale", {"np": 3})
 
@@ -208,7 +185,7 @@ def test_a_leader_that_is_deaf_or_gone(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"its leader died; .*--resume a"):
             folder.ask_leader("stop")
         folder.write_run({"resume": "its program again"})  # of an engine that alone has hosts
-        with pytest.raises(RunError, match="its leader died; go on with: its program again"):
+        with pytest.raises(RunError, match="its leader died; resume with: its program again"):
             folder.ask_leader("stop")
         write(log, "run_finished", {"status": "succeeded"})
         with pytest.raises(RunError, match="it has succeeded"):

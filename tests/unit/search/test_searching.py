@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,18 @@ from hvd_elastic import run_events as ev
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.jobs.job import Answer, Cancel, Hold, Job, JobRequest, JobStatus, Request, Submit
+from hvd_elastic.jobs.job import (
+    Answer,
+    Cancel,
+    CancelCause,
+    Cancelled,
+    Hold,
+    Job,
+    JobRequest,
+    JobStatus,
+    Request,
+    Submit,
+)
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue
 from hvd_elastic.jobs.requests import QueueRequests
@@ -25,7 +37,6 @@ from hvd_elastic.records.events import append_event
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.search import searching
 from hvd_elastic.search.searching import Search
-from hvd_elastic.search.space import parse_param
 from hvd_elastic.search.study import Definition, Study
 from hvd_elastic.search.trials import Rules, TrialStatus
 
@@ -42,7 +53,7 @@ class Played:
         self.queue = JobQueue(store, lambda *_: None)
         host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="", known={})
         self._requests = QueueRequests(
-            self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
+            self.place, (), (self.queue, store), (host,) * 5, host,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
             has_keeper=lambda _: True, limit_rows=dict,
         )  # fmt: skip
@@ -53,7 +64,7 @@ class Played:
         request = JobRequest("digits", spec)
         definition = Definition(
             "acc", Rules("max", trials, **rules), request, str(self.place.path),
-            (parse_param("lr=1e-4..1:log"),), seed=1,
+            ("lr=1e-4..1:log",), seed=1,
         )  # fmt: skip
         self.study = Study.create(definition)
         self.told: list[str] = []
@@ -226,6 +237,59 @@ def test_all_that_fail_end_the_study_with_their_cause(play: Callable[..., Played
     assert played.step() == "stopped by its user"
 
 
+def test_a_study_without_any_number_ends_with_an_error(play: Callable[..., Played]) -> None:
+    played = play(trials=1)
+    played.step()
+    played.start(0)
+    played.train(0, (100, math.nan))
+    played.end(0)
+    said = r"ended \(no trial is left to train\), and no trial has reported a number for acc"
+    with pytest.raises(RunError, match=said):
+        played.steps(3)
+    assert played.states() == ["done"]
+
+
+def test_trials_that_have_trained_and_all_fail_end_with_their_cause(
+    play: Callable[..., Played],
+) -> None:
+    played = play(trials=2)
+    played.step()
+    played.start(0, 1)
+    for number in (0, 1):
+        played.train(number, (100, 0.5), name="loss")
+        played.end(number, JobStatus.FAILED, f"not finite in step {number}")
+    with pytest.raises(RunError, match="all 2 trials that have ended have failed: not finite"):
+        played.steps(4)
+
+
+def test_a_job_says_why_its_trial_was_ended(play: Callable[..., Played]) -> None:
+    played = play(trials=3, rungs=2, reduction=2, max_examples=200.0)
+    played.step()
+    played.start(0, 1)
+    played.train(0, (110, 0.2))
+    played.train(1, (110, 0.9), (210, 0.95))
+    played.step()
+    done = played.job(1).request.cancelled
+    assert done == Cancelled("search digits", CancelCause.TRAINED)
+    played.end(1, done.cause.status, str(done))
+    played.queue.put_back(played.job(0), "held")
+    played.step()
+    played.queue.cancel([played.job(2).number], "ann")
+    played.steps(2)
+    assert [(played.job(n).status.value, played.job(n).message) for n in range(3)] == [
+        ("cancelled", "stopped at a rung by search digits"),
+        ("succeeded", "trained to the last rung of search digits"),
+        ("cancelled", "cancelled by ann"),
+    ]
+    played.step()
+    ranked = {t.number: t for t in Search(Study.open("digits")).ranked(1e9)}
+    assert [(ranked[n].status.value, ranked[n].reason) for n in range(3)] == [
+        ("pruned", "pruned: place 2 of 2 at rung 1 of 2 (100 useful examples)"),
+        ("done", "done: place 1 of 1 at rung 2 of 2 (200 useful examples)"),
+        ("stopped", "cancelled by ann"),
+    ]
+
+
 def test_a_metric_that_is_never_reported_is_told_after_the_first_trial(
     play: Callable[..., Played],
 ) -> None:
@@ -271,6 +335,15 @@ def test_a_trial_that_was_never_submitted_ends_with_its_study(play: Callable[...
     assert played.step() == "stopped by its user"
     assert [trial.status for trial in played.search.study.trials()] == [TrialStatus.STOPPED]
     assert not played.queue.store.find("digits.0")
+
+
+def test_a_journal_that_is_damaged_ends_the_search(play: Callable[..., Played]) -> None:
+    played = play()
+    played.step()
+    played.new_search()
+    (played.study.folder / "journal.log").write_bytes(b'{"op_code": 99}\n')
+    with pytest.raises(RunError, match=r"journal\.log cannot be read"):
+        played.step()
 
 
 def test_a_queue_that_cannot_be_read_is_waited_for(

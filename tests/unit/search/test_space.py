@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvd_elastic.errors import HvdElasticError, UsageError
-from hvd_elastic.search.space import check_space, fill, of_file, parse_param
+from hvd_elastic.search.space import check_space, fill, grid_size, of_file, parse_param
+
+optuna = pytest.importorskip("optuna")
+kinds = optuna.distributions
 
 
 @pytest.mark.parametrize(
-    ("text", "low", "high", "log", "step", "whole"),
+    ("text", "values"),
     [
-        ("lr=1e-4..1:log", 1e-4, 1.0, True, None, False),
-        ("layers=1..8", 1.0, 8.0, False, None, True),
-        ("batch=16..512:log", 16.0, 512.0, True, None, True),
-        ("drop=0..0.5:0.1", 0.0, 0.5, False, 0.1, False),
-        ("shift=-1..1.5", -1.0, 1.5, False, None, False),
-        ("width=64..256:64", 64.0, 256.0, False, 64.0, True),
+        ("lr=1e-4..1:log", kinds.FloatDistribution(1e-4, 1.0, log=True)),
+        ("layers=1..8", kinds.IntDistribution(1, 8)),
+        ("batch=16..512:log", kinds.IntDistribution(16, 512, log=True)),
+        ("drop=0..0.5:0.1", kinds.FloatDistribution(0.0, 0.5, step=0.1)),
+        ("shift=-1..1.5", kinds.FloatDistribution(-1.0, 1.5)),
+        ("rate=0.0..1", kinds.FloatDistribution(0.0, 1.0)),
+        ("width=64..256:64", kinds.IntDistribution(64, 256, step=64)),
     ],
 )
-def test_a_range(
-    text: str, low: float, high: float, log: bool, step: float | None, whole: bool
-) -> None:
-    found = parse_param(text)
-    assert (found.low, found.high, found.log, found.step, found.whole) == (
-        low, high, log, step, whole,
-    )  # fmt: skip
+def test_a_range(text: str, values: Any) -> None:
+    assert parse_param(text) == (text.partition("=")[0], values)
 
 
 def test_choices_are_passed_on_as_they_are_written() -> None:
-    rate = parse_param("lr=1e-3,0.01,1")
-    assert fill(["--lr", "{lr}"], {"lr": rate.choices[0]}, 0) == ["--lr", "1e-3"]
-    assert parse_param("optim.name=adam,sgd").choices == ("adam", "sgd")
-    assert parse_param("width=64..256:64").grid() == [64, 128, 192, 256]
-    assert parse_param("drop=0..0.3:0.1").grid() == pytest.approx([0, 0.1, 0.2, 0.3])
+    _, rates = parse_param("lr=1e-3,0.01,1")
+    assert isinstance(rates, kinds.CategoricalDistribution)
+    assert fill(["--lr", "{lr}"], {"lr": rates.choices[0]}, 0) == ["--lr", "1e-3"]
+    optim = ("optim.name", kinds.CategoricalDistribution(["adam", "sgd"]))
+    assert parse_param("optim.name=adam,sgd") == optim
+
+
+def test_a_grid_has_all_points() -> None:
+    texts = ("a=64..256:64", "b=0..0.3:0.1", "c=1..3", "d=relu,gelu")
+    assert [grid_size(dict([parse_param(text)])) for text in texts] == [4, 4, 3, 2]
+    assert grid_size(dict(map(parse_param, texts))) == 4 * 4 * 3 * 2
+    with pytest.raises(UsageError, match="the grid has 1,000,000 points, and may have 100,000"):
+        grid_size(dict([parse_param("n=1..1000000")]))
 
 
 @pytest.mark.parametrize(
@@ -45,10 +53,13 @@ def test_choices_are_passed_on_as_they_are_written() -> None:
         ("lr=", "is not valid"),
         ("1lr=1,2", "is not valid"),
         ("lr=1..1e-4", "the bounds are reversed"),
-        ("lr=0..1e999", "a bound is too large"),
+        ("lr=0..1e999", "a bound is above 9"),
         ("lr=1..1", "both bounds are equal"),
         ("lr=0..1:log", "begins above 0, and this one begins at 0"),
         ("lr=-1..1:log", "begins above 0"),
+        ("lr=0..1:1e-300", "of which it has at most 9"),
+        ("n=1..99999999999999999999", "a bound is above 9.* too large"),
+        ("lr=[1e-4,1]", r"a list has no brackets: lr=1e-4,1\. A range has two points"),
         ("lr=0..1:2", "a step above 0 and at most 1"),
         ("lr=0..1:lag", "what follows the range is log, or a step"),
         ("lr=a..b", "the bounds of a range are numbers"),
@@ -85,10 +96,11 @@ def test_braces_that_are_no_placeholders_stay() -> None:
         ("def suggest(trial)\n    return 1", "line 1: SyntaxError"),
         ("import nothing_of_that_name", "line 1: ModuleNotFoundError"),
         ("def suggest(trial):\n    return 3", "has returned a int"),
+        ("def suggest(trial):\n    return {1: 2}", "has returned 1 as a placeholder's name"),
+        ("import sys\nsys.exit('no')", "line 2: SystemExit: no"),
     ],
 )
 def test_a_file_with_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, said: str) -> None:
-    optuna = pytest.importorskip("optuna")
     path = tmp_path / "space.py"
     path.write_text(text)
     with pytest.raises(UsageError, match=said) as error:
@@ -102,7 +114,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_function_returns_the_values_or_has_asked_for_them(tmp_path: Path) -> None:
-    optuna = pytest.importorskip("optuna")
     path = tmp_path / "space.py"
     trial = optuna.trial.FixedTrial({"a": 1, "b": 2})
     asks = "def suggest(trial):\n    {}[trial.suggest_int(n, 0, 9) for n in 'ab']"

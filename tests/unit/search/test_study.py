@@ -11,8 +11,9 @@ import pytest
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.records.process_lock import take_lock
 from hvd_elastic.search.space import grid_size, parse_param
-from hvd_elastic.search.study import Definition, Study, list_studies
+from hvd_elastic.search.study import Definition, Study, searches_folder, study_names
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
 
 optuna = pytest.importorskip("optuna")
@@ -27,7 +28,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def defined(*texts: str, **more: object) -> Definition:
-    found = tuple(map(parse_param, texts or ["lr=1e-4..1:log"]))
+    found = texts or ("lr=1e-4..1:log",)
     made = Definition("acc", RULES, REQUEST, "/clusters/test", found, seed=3)
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -63,7 +64,7 @@ def test_what_was_written_is_found_by_another_process() -> None:
     kept = optuna.load_study(study_name="digits", storage=found._open()[0]).trials
     assert kept[0].value == -math.inf  # what is no number is the worst
     assert kept[1].intermediate_values == {100: 0.25}
-    assert [study.name for study in list_studies()] == ["digits"]
+    assert study_names() == ["digits"]
 
 
 def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
@@ -95,6 +96,22 @@ def test_a_study_whose_trials_have_ended_without_the_metric_gives_way() -> None:
     assert Study.open("digits").definition.token != study.definition.token
 
 
+def test_two_that_define_one_study_at_once_do_not_both_search() -> None:
+    first = Study.create(defined())
+    second = Study.create(defined("lr=1e-3..1"))  # before the first one has a trial
+    with second.lock():
+        second.add_trial([])
+        assert Study.create(defined("lr=1e-3..1")).definition.token == second.definition.token
+    with pytest.raises(RunError, match="another study digits was started meanwhile"), first.lock():
+        pass
+    folder = searches_folder() / "new"
+    folder.mkdir()
+    with take_lock(folder / "lock") or pytest.fail("it is free"):
+        with pytest.raises(RunError, match="a process searches already for study new"):
+            Study.create(defined(request=replace(REQUEST, name="new")))
+        assert not (folder / "study.json").exists()
+
+
 def test_a_writer_that_was_killed_leaves_nothing_to_wait_for() -> None:
     study = Study.create(defined())
     with study.lock():
@@ -114,14 +131,14 @@ def test_a_writer_that_was_killed_leaves_nothing_to_wait_for() -> None:
 def test_a_grid_is_tried_whole_and_once() -> None:
     study = Study.create(defined("lr=0.1,0.2,0.4", "width=1..3", sampler="grid"))
     with study.lock():
-        for number in range(grid_size(study.definition.params)):
+        for number in range(grid_size(study.definition.values)):
             trial = study.add_trial(study.trials())
             if number % 2:
                 study.end_trial(ended(trial, 0.5))
     points = {(trial.params["lr"], trial.params["width"]) for trial in study.trials()}
     assert len(points) == 9
     with pytest.raises(UsageError, match="lr is a range without a step"):
-        parse_param("lr=1e-4..1:log").grid()
+        grid_size(dict([parse_param("lr=1e-4..1:log")]))
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "gp"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.paths import skip_module_without_tensorflow
+from tests.paths import LIMIT_S, skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
@@ -100,14 +100,14 @@ def test_training_does_not_wait_for_the_removal_of_a_pipeline(alone: Context) ->
 
     class Pipeline(list[list[int]]):
         def __del__(self) -> None:
-            if trains_on.wait(60):
+            if trains_on.wait(LIMIT_S):
                 removed.set()
 
     shares = hvd.dataset(NUMBERS, 4)._shares
     batches = shares.loop(lambda: iter(Pipeline(reading(shares))), None)
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     trains_on.set()
-    assert removed.wait(60)
+    assert removed.wait(LIMIT_S)
 
 
 def test_a_pipeline_that_is_over_reads_nothing_more(alone: Context) -> None:

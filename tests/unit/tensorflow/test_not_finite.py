@@ -145,8 +145,8 @@ def test_large_numbers_are_finite(alone: Context) -> None:
 @pytest.mark.parametrize(
     ("factors", "whose"),
     [
-        ([1.0, [1.0, math.nan]], "from 'v2' backward, but not those of all parameters"),
-        ([math.nan, math.nan, [math.nan] * 5], "those of all parameters"),
+        ([1.0, [1.0, math.nan]], "from 'v2' backward, but not all parameters' gradients"),
+        ([math.nan, math.nan, [math.nan] * 5], "all parameters' gradients"),
     ],
 )
 def test_it_is_said_whose_gradients_and_examples_they_were(

@@ -21,7 +21,7 @@ import tensorflow as tf
 import hvd_elastic.tensorflow as hvd
 from hvd_elastic.checkpoint.manifests import complete_checkpoint, newest_valid
 from hvd_elastic.checkpoint.stream import new_shard
-from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.script.helper_copies import HelperCopies
 from hvd_elastic.tensorflow.content import load_checkpoint
@@ -44,7 +44,7 @@ def write(state: hvd.State, context: Context, folder: Path) -> str:
     content = state.content()
     shard = new_shard(content, context.worker.progress, 0, 1)
     assert shard is not None
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         str(folder),
         finish=lambda done: complete_checkpoint(done.path.parent, [done], 1),
         on_done=lambda *_: None,

@@ -10,10 +10,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
-from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.progress import Phase
 from hvd_elastic.worker.step import Pass
 
@@ -25,15 +22,8 @@ class ThreeAlike(LocalCommunicator):
         return np.concatenate([array] * 3)
 
 
-@pytest.fixture
-def ctx(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE, TorchFrontend())
-    monkeypatch.setattr(context, "_context", made)
-    return made
-
-
-def test_sums_over_ranks_since_the_last_time(ctx: Context) -> None:
-    ctx.worker.communicator = ThreeAlike()
+def test_sums_over_ranks_since_the_last_time(alone: Context) -> None:
+    alone.worker.communicator = ThreeAlike()
     totals = hvd.Accumulator()
     totals.add(loss=torch.tensor([2.0], requires_grad=True), examples=4)
     totals.add(loss=1.0, examples=1)
@@ -49,7 +39,7 @@ def test_sums_over_ranks_since_the_last_time(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("state_first", [True, False])
-def test_sums_are_part_of_the_state(ctx: Context, state_first: bool) -> None:
+def test_sums_are_part_of_the_state(alone: Context, state_first: bool) -> None:
     state = hvd.State(seen=1) if state_first else None
     totals = hvd.Accumulator("hits")
     state = state or hvd.State(seen=1)
@@ -57,11 +47,11 @@ def test_sums_are_part_of_the_state(ctx: Context, state_first: bool) -> None:
     totals.synchronize()
     content = decode_values(state.content().values, {}, ())
     totals.clear()
-    state.load({**content, "progress": ctx.worker.progress.as_state()}, "there")
+    state.load({**content, "progress": alone.worker.progress.as_state()}, "there")
     assert totals["hits"] == 5.0
 
 
-def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
+def test_ranks_that_add_different_names_or_nothing(alone: Context) -> None:
     """A worker that replaces another after the last step of an epoch has added nothing."""
 
     class Others(ThreeAlike):
@@ -70,7 +60,7 @@ def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
             others = np.frombuffer(text, np.uint8)
             return np.concatenate([array, others])
 
-    ctx.worker.communicator = Others()
+    alone.worker.communicator = Others()
     totals = hvd.Accumulator()
     totals.add(hits=1.0, steps=1)
     totals.synchronize()
@@ -81,12 +71,12 @@ def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
     }
 
 
-def test_the_mean_is_over_the_examples_that_were_seen(ctx: Context) -> None:
+def test_the_mean_is_over_the_examples_that_were_seen(alone: Context) -> None:
     """And not over those of the data set: a rank that dies takes its part of both with it."""
     totals, others = hvd.Accumulator(), hvd.Accumulator("others")
-    ctx.worker.in_train, ctx.worker.progress.phase = True, Phase.LOOP
+    alone.worker.in_train, alone.worker.progress.phase = True, Phase.LOOP
     for number, share in enumerate((12, 12, 5)):
-        ctx.step.begin_step(Pass(step_examples=2 * share, weight=1.0, examples=share))
+        alone.step.begin_step(Pass(step_examples=2 * share, weight=1.0, examples=share))
         before = totals.snapshot()
         totals.add(loss=torch.tensor(3.0) * share)
         totals.add(loss=0.0)
@@ -106,17 +96,17 @@ def test_the_mean_is_over_the_examples_that_were_seen(ctx: Context) -> None:
 
 
 def test_a_rank_that_is_asked_to_leave_loses_nothing(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
+    alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ctx.worker.communicator = ThreeAlike()
-    monkeypatch.setattr(ctx.rescaling, "follow", lambda: None)
+    alone.worker.communicator = ThreeAlike()
+    monkeypatch.setattr(alone.rescaling, "follow", lambda: None)
     totals = hvd.Accumulator()
     totals.add(hits=2)
-    ctx.rescaling.rescale()
+    alone.rescaling.rescale()
     assert totals["hits"] == 6.0
 
 
-def test_two_of_one_name_are_refused(ctx: Context) -> None:
+def test_two_of_one_name_are_refused(alone: Context) -> None:
     """The first one would not last."""
     hvd.Accumulator()
     hvd.Accumulator("hits")
@@ -125,12 +115,12 @@ def test_two_of_one_name_are_refused(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), torch.tensor(1j), "many", None, 1j])
-def test_what_is_no_number(ctx: Context, value: Any) -> None:
+def test_what_is_no_number(alone: Context, value: Any) -> None:
     with pytest.raises(ScriptError, match=r"add\(loss=.*(is no number|must be a number)"):
         hvd.Accumulator().add(loss=value)
 
 
-def test_a_sum_that_is_not_there_is_named(ctx: Context) -> None:
+def test_a_sum_that_is_not_there_is_named(alone: Context) -> None:
     totals = hvd.Accumulator()
     totals.add(hits=1)
     with pytest.raises(ScriptError, match="'accumulator' has no sum 'hits', it has nothing: add"):
@@ -139,7 +129,7 @@ def test_a_sum_that_is_not_there_is_named(ctx: Context) -> None:
     assert "hits" not in totals
 
 
-def test_one_in_the_training_function_is_refused_at_once(ctx: Context) -> None:
+def test_one_in_the_training_function_is_refused_at_once(alone: Context) -> None:
     """And not only after a failure, when the function is called again."""
 
     @hvd.run

@@ -21,6 +21,7 @@ from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.step import Pass
+from tests.paths import LIMIT_S
 
 SHARES = (6, 2, 0)
 """Examples of each rank; one without any reads an example again, with weight 0."""
@@ -83,7 +84,7 @@ def test_gradients_and_running_statistics_are_those_of_the_whole_batch(
     here = threading.local()
     monkeypatch.setattr(context, "current", lambda: here.context)
     table: dict[Any, Any] = {}
-    barrier = threading.Barrier(size, timeout=30)
+    barrier = threading.Barrier(size, timeout=LIMIT_S)
     found: dict[int, Any] = {}
     models = [network() for _ in SHARES]
 

@@ -14,6 +14,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hvd_elastic.torch as hvd
 from hvd_elastic import __version__
 from hvd_elastic.checkpoint import stream
 from hvd_elastic.checkpoint.manifests import (
@@ -32,33 +34,20 @@ from hvd_elastic.checkpoint.manifests import (
 )
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
 from hvd_elastic.checkpoint.shards import (
-    ShardInfo,
     complete_sets,
     describe_shard,
     find_shards,
 )
 from hvd_elastic.checkpoint.stream import new_shard
-from hvd_elastic.checkpoint.writer import ShardWriter
-from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
+from hvd_elastic.checkpoint.writer import CheckpointWriter
+from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import checkpoint
 from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint
+from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.progress import Progress
-from tests.paths import ALL, WORKER_PYTHONPATH
+from tests.paths import ALL, LIMIT_S, WORKER_PYTHONPATH
 from tests.small_disk import mounted
-
-
-class Told:
-    def __init__(self) -> None:
-        self.done: list[ShardInfo] = []
-        self.errors: list[HvdElasticError] = []
-
-    def writer(self, folder: Path) -> ShardWriter:
-        return ShardWriter(
-            folder,
-            finish=lambda shard: describe_shard(shard, 9),
-            on_done=lambda shard, _: self.done.append(shard),
-            on_error=self.errors.append,
-        )
+from tests.unit.checkpoint.written import Told
 
 
 def tensors_of(value: Any) -> set[int]:
@@ -79,13 +68,7 @@ def write_checkpoint(
     for rank in range(size):
         content = TorchContent(nested, tensors_of(value) if shared else set(), copy_own=rank == 0)
         progress = Progress(step=step, epoch=1, examples=5 * step)
-        shard = new_shard(content, progress, rank, size)
-        if shard is not None:
-            writer = told.writer(folder)
-            writer.start_shard(content, progress, shard, set(), 0.0)
-            assert writer.flush(30)
-    if told.errors:
-        raise told.errors[0]
+        told.write(folder, content, progress, rank=rank, size=size)
     return complete_checkpoint(folder, told.done, keep)
 
 
@@ -189,7 +172,7 @@ def test_what_ranks_may_differ_in_is_as_rank_0_has_it(
         assert shard is not None
         writer = told.writer(tmp_path)
         writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     loaded = load_checkpoint(complete_checkpoint(tmp_path, told.done, 1).path)
     assert loaded["own"].tolist() == [0.0] * 50
     assert loaded["n"] == 0
@@ -207,7 +190,7 @@ def test_ranks_with_other_tensors_do_not_make_one_checkpoint(
         assert shard is not None
         writer = told.writer(tmp_path)
         writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     assert len(find_shards(tmp_path)) == 2
     assert complete_sets(find_shards(tmp_path)) == []
 
@@ -380,7 +363,7 @@ def test_a_header_that_makes_no_sense_is_refused(
     assert shard is not None
     writer = told.writer(tmp_path)
     writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     info = complete_checkpoint(tmp_path, told.done, 9)
     with pytest.raises(CheckpointError, match=f"cannot be loaded, it is damaged.*{why}"):
         load_checkpoint(info.path)
@@ -516,13 +499,13 @@ class Slow:
 
         def slow(piece: Any, **options: Any) -> None:
             self.begun.set()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(LIMIT_S)
             copy(piece, **options)
 
         monkeypatch.setattr(checkpoint._Piece, "copy", slow)
 
 
-def begin(writer: ShardWriter, tensor: torch.Tensor, step: int, lasting: bool = True) -> None:
+def begin(writer: CheckpointWriter, tensor: torch.Tensor, step: int, lasting: bool = True) -> None:
     content = TorchContent({"w": tensor}, {tensor.data_ptr()})
     progress = Progress(step=step)
     shard = new_shard(content, progress, 0, 1)
@@ -542,7 +525,7 @@ def test_training_goes_on_while_parameters_are_copied_and_a_step_waits(
     writer = told.writer(tmp_path)
     weight = torch.ones(1000)
     begin(writer, weight, 1)  # returns although nothing can be copied
-    assert slow.begun.wait(30)
+    assert slow.begun.wait(LIMIT_S)
     assert writer.busy
 
     def step() -> None:
@@ -554,11 +537,51 @@ def test_training_goes_on_while_parameters_are_copied_and_a_step_waits(
     training.join(0.05)
     assert training.is_alive(), "a step changes parameters: it waits"
     slow.go_on.set()
-    training.join(30)
-    assert writer.flush(30)
+    training.join(LIMIT_S)
+    assert writer.flush(LIMIT_S)
     assert not told.errors
     assert weight[0] == 2
     assert torch.equal(read(tmp_path, told), torch.ones(1000))
+
+
+@pytest.mark.parametrize(
+    "wrapped", [hvd.DistributedOptimizer, partial(hvd.LocalOptimizer, every=2)]
+)
+def test_a_step_of_either_optimizer_waits_for_the_copy(
+    wrapped: Any, alone: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, told = Slow(monkeypatch), Told()
+    writer = told.writer(tmp_path)
+    settle = writer.settle
+
+    def let_go_and_wait() -> None:
+        slow.go_on.set()
+        settle()
+
+    monkeypatch.setattr(writer, "settle", let_go_and_wait)
+    model = torch.nn.Linear(2, 1)
+    before = [each.detach().clone() for each in model.parameters()]
+    optimizer: Any = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: Any = hvd.DataLoader(torch.ones(8, 2), 4)
+
+    @hvd.run
+    def train(_: Any) -> None:
+        alone.checkpoints._writer = writer
+        for batch in hvd.steps(2, loader):
+            if not slow.begun.is_set():
+                alone.checkpoints.take_checkpoint()  # returns although nothing can be copied
+                assert slow.begun.wait(LIMIT_S)
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            slow.go_on.set()  # too late
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert writer.flush(LIMIT_S)
+    assert not told.errors
+    written = load_checkpoint(complete_checkpoint(tmp_path, told.done[:1], 9).path)
+    assert [*map(torch.equal, before, written["objects"]["model"].values())] == [True, True]
+    assert not torch.equal(before[0], model.weight)
 
 
 def test_what_may_change_at_any_time_is_copied_at_once(tmp_path: Path) -> None:
@@ -567,7 +590,7 @@ def test_what_may_change_at_any_time_is_copied_at_once(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     begin(writer, weight, 1, lasting=False)
     weight.add_(1)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert torch.equal(read(tmp_path, told), torch.ones(1000))
 
 
@@ -580,11 +603,11 @@ def test_a_mixture_of_two_steps_is_never_written(
     begin(writer, weight, 1)
     weight.add_(1)  # a script that does not wait
     slow.go_on.set()
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert "step 1 was not written:  was changed between two steps" in str(told.errors[0])
     assert not told.done
     begin(writer, weight, 2)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert torch.equal(read(tmp_path, told), torch.full((1000,), 2.0))
 
 
@@ -593,11 +616,11 @@ def test_the_buffer_is_kept_and_can_be_made_before(tmp_path: Path) -> None:
     writer = told.writer(tmp_path)
     content = TorchContent({}, set())
     writer.prepare(content, 4000)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     made = writer._buffer
     for step in (1, 2):
         begin(writer, torch.full((1000,), float(step)), step)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     writer.prepare(content, 10)
     assert not writer.busy, "there is room"
     assert writer._buffer is made
@@ -610,13 +633,13 @@ def test_an_unwritable_folder_is_told_and_the_next_one_is_tried(tmp_path: Path) 
     told = Told()
     writer = told.writer(blocker / "checkpoints")
     begin(writer, torch.ones(3), 1)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     (error,) = told.errors
     assert isinstance(error, CheckpointError)
     assert "cannot be written to" in str(error)
     blocker.unlink()
     begin(writer, torch.ones(3), 2)
-    assert writer.flush(30)
+    assert writer.flush(LIMIT_S)
     assert [shard.step for shard in told.done] == [2]
 
 
@@ -626,11 +649,11 @@ def test_a_callback_that_fails_is_logged_and_stops_nothing(
     def broken(*_: object) -> None:
         raise RuntimeError("callback")
 
-    writer = ShardWriter(
+    writer = CheckpointWriter(
         tmp_path, finish=lambda s: describe_shard(s, 9), on_done=broken, on_error=broken
     )
     for step in (1, 2):
         begin(writer, torch.ones(3), step)
-        assert writer.flush(30)
+        assert writer.flush(LIMIT_S)
     assert "the callback for a checkpoint failed" in caplog.text
     assert [shard.step for shard in find_shards(tmp_path)] == [2, 1]

@@ -11,16 +11,17 @@ from hvd_elastic.torch.gradient_buckets import BUCKET_BYTES
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.planner import Planner
-from tests.unit.torch.test_several_optimizers import Recording, hand_out, linear, sgd
+from tests.unit.torch.test_several_optimizers import linear, sgd
+from tests.unit.torch.two_ranks import TwoRanks, hand_out
 
-WORDS = "the gradient of 'weight' holds that of an earlier batch"
+WORDS = "the gradient of 'weight' holds the gradient of an earlier batch"
 
 
 @pytest.fixture(params=[1, 2])
 def training(alone: Context, request: pytest.FixtureRequest) -> Context:
     """Alone, or as the first of two ranks whose gradients are alike."""
     if request.param == 2:
-        alone.worker.communicator = Recording()
+        alone.worker.communicator = TwoRanks()
     alone.register_data(64, 0, Planner(8))
     return alone
 
@@ -129,7 +130,7 @@ def test_a_batch_that_adapts_may_be_left_out(alone: Context) -> None:
     """The averages of other ranks' gradients, or zeros, are left then."""
     model = linear()
     optimizer = sgd(model)
-    alone.worker.communicator = Recording()
+    alone.worker.communicator = TwoRanks()
     alone.register_data(64, 0, AdaptivePlanner(BatchLimits(8, 16), examples=64))
     hand_out(alone)
     alone.mark_consumed()

@@ -12,13 +12,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.script.horovod_names import missing_name
 from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.torch.streaming import _divide
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.step import Pass
+from tests.unit.torch.two_ranks import TwoRanks
 from tests.unit.worker.test_rollback import Training
 
 EXAMPLES, BATCH = 20, 4
@@ -285,22 +285,6 @@ def test_a_failure_anywhere_in_a_period_leaves_no_trace(
         assert found == wanted, undisturbed.calls[call - 1]
 
 
-class Other(LocalCommunicator):
-    """The first of two ranks; the other one has moved all parameters by -``other``."""
-
-    size = 2
-
-    def __init__(self, other: float) -> None:
-        self.other = other
-        self.sent: list[int] = []
-
-    def reduce_async(self, tensor: Any, name: str, *, sent_as: str = "") -> Any:
-        if isinstance(tensor, torch.Tensor):
-            self.sent.append(tensor.numel())
-            tensor.add_(self.other).div_(2)
-        return tensor
-
-
 def one_weight(every: int = 2, **options: Any) -> tuple[torch.nn.Linear, Any]:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -322,19 +306,19 @@ def inner_step(
 
 
 def test_the_ranks_meet_once_a_period_and_count_by_their_examples(alone: Context) -> None:
-    alone.worker.communicator = ring = Other(3.0)
+    alone.worker.communicator = ring = TwoRanks(3.0)
     model, optimizer = one_weight()
     inner_step(alone, model, optimizer, weight=0.5)
-    assert (model.weight.item(), ring.sent) == (-1.0, []), "nothing is sent within a period"
+    assert (model.weight.item(), ring.shapes) == (-1.0, []), "nothing is sent within a period"
     assert optimizer.param_groups[0]["params"][0].grad.item() == 1.0
     inner_step(alone, model, optimizer, weight=1.0)
     assert model.weight.item() == -(0.75 * 2 + 3) / 2
-    assert len(ring.sent) == 1
+    assert len(ring.shapes) == 1
     assert alone.worker.progress.step == 2
 
 
 def test_a_batch_without_examples_of_this_rank_is_not_learnt(alone: Context) -> None:
-    alone.worker.communicator = Other(0.0)
+    alone.worker.communicator = TwoRanks(0.0)
     model, optimizer = one_weight()
     inner_step(alone, model, optimizer)
     inner_step(alone, model, optimizer, weight=0.0, padding=True)
@@ -359,7 +343,7 @@ def test_a_period_that_is_not_finite_is_left_out_with_its_moments(alone: Context
         diverge()
 
 
-class Counting(Other):
+class Counting(TwoRanks):
     """Counts the bytes that a rank of two sends; the other one is like it."""
 
     def __init__(self) -> None:
@@ -512,7 +496,7 @@ def test_a_loop_that_is_left_within_a_period_is_refused(alone: Context) -> None:
         ({"every": 2, "compression": "bf16"}, "use none, fp16 or bf16"),
         ({"every": 4, "fragments": 2}, "trains 1 parameters, and a fragment has at least one"),
         ({"every": 4, "delay": 4}, "so the delay is less than 4 batches"),
-        ({"every": 4, "delay": -1}, "of at least 0 \\(batches for which training goes on"),
+        ({"every": 4, "delay": -1}, "of at least 0 \\(batches for which training continues"),
         ({"every": 4, "mix": 1.0}, "a number from 0 to below 1"),
     ],
 )

@@ -260,7 +260,7 @@ def test_it_is_said_whose_gradients_and_examples_they_were(
     alone.hand_out(Pass(step_examples=8, weight=1.0, examples=4, start=16))
     model(torch.ones(4, 6)).square().mean().backward()
     optimizer.step()
-    where = "those of all parameters" if number == 3 else f"from '{names[number]}' backward"
+    where = "all parameters' gradients" if number == 3 else f"from '{names[number]}' backward"
     words = "step 1: gradients of rank 0 are not finite, which had the examples 16 to 19: "
     assert f"{words}{where}" in caplog.text
 
@@ -320,7 +320,7 @@ class Layers(nn.Module):
             3e38,
             1.0,
             1.0,
-            "the first outputs that are not finite are those of 'model.first' (Linear)",
+            "the first outputs that are not finite come from 'model.first' (Linear)",
         ),
         (1.0, 1.0, math.inf, "become so in the loss or backward from it"),
     ],
@@ -367,6 +367,6 @@ def test_a_step_is_repeated_once_to_find_the_layer(
     train(state)
     assert bodies == [0, 1, 1, 2, 3, 3, 4]
     assert model.passes == 4, "of steps that were taken"
-    assert "not those of all parameters; the inputs of 'model.second'" in caplog.text
+    assert "not all parameters' gradients; the inputs of 'model.second'" in caplog.text
     assert alone.worker.progress.skipped == 1
     assert all(each.isfinite().all() for each in model.parameters())

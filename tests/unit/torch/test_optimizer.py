@@ -22,25 +22,7 @@ from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.step import Pass, Stage
 from hvd_elastic.worker.worker import RunRank
-
-
-class TwoRanks(LocalCommunicator):
-    """The other rank's gradients are all ``other``."""
-
-    size = 2
-
-    def __init__(self, other: float) -> None:
-        self.other = other
-        self.names: list[str] = []
-        self.shapes: list[tuple[int, ...]] = []
-
-    def reduce_async(self, tensor: Any, name: str, *, sent_as: str = "") -> Any:
-        if not isinstance(tensor, torch.Tensor):  # both say the same
-            return tensor
-        self.names.append(name)
-        self.shapes.append(tuple(tensor.shape))
-        tensor.add_(self.other).div_(2)
-        return tensor
+from tests.unit.torch.two_ranks import TwoRanks, hand_out
 
 
 @pytest.fixture
@@ -62,10 +44,6 @@ def adapts_now(ctx: Context) -> None:
     ctx.register_data(64, 0, AdaptivePlanner(BatchLimits(8, 16), examples=64))
 
 
-def hand_out(ctx: Context, weight: float = 1.0, examples: int = 8) -> None:
-    ctx.hand_out(Pass(step_examples=examples, weight=weight))
-
-
 @pytest.mark.parametrize(("weight", "gradient"), [(1.0, 2.0), (0.5, 1.75), (0.0, 1.5)])
 def test_the_mean_over_ranks_is_weighted_by_their_examples(
     alone: Context, two: TwoRanks, weight: float, gradient: float
@@ -76,7 +54,7 @@ def test_the_mean_over_ranks_is_weighted_by_their_examples(
     model(torch.ones(1, 1)).sum().backward()  # gradient 1
     optimizer.step()
     assert model.weight.item() == -gradient
-    assert two.names == ["gradient.0"]
+    assert two.gradients == ["gradient.0"]
     assert alone.worker.progress.step == 1
     assert alone.worker.progress.examples == 8
 
@@ -121,7 +99,7 @@ def test_a_parameter_that_only_another_rank_used_takes_part(alone: Context, two:
     used(torch.ones(1, 1)).sum().backward()
     optimizer.step()
     assert unused.weight.item() == -1.5
-    assert two.names == ["gradient.0"], "one bucket"
+    assert two.gradients == ["gradient.0"], "one bucket"
 
 
 def test_frozen_parameters_are_left_alone(alone: Context, two: TwoRanks) -> None:
@@ -131,7 +109,7 @@ def test_frozen_parameters_are_left_alone(alone: Context, two: TwoRanks) -> None
     hand_out(alone)
     model(frozen(torch.ones(1, 1)) + 1).sum().backward()
     optimizer.step()
-    assert len(two.names) == 1
+    assert len(two.gradients) == 1
     assert frozen.weight.item() == 0
 
 
@@ -193,7 +171,7 @@ def test_clipping_sees_the_average(alone: Context, two: TwoRanks) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     assert model.weight.item() == pytest.approx(-1.0, abs=1e-5)
-    assert two.names == ["gradient.0"], "reduced once"
+    assert two.gradients == ["gradient.0"], "reduced once"
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -272,12 +250,12 @@ def test_passes_without_averaging_are_weighted_each_by_its_own_share(
             model(torch.ones(1, 1)).sum().backward()  # gradient 1
         assert alone.step.accumulating
         alone.step.next_batch(alone.worker.progress)
-    assert two.names == []
+    assert two.gradients == []
     hand_out(alone, 2.0)
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
     assert model.weight.item() == -(0.5 + 0.0 + 2.0 + 3.0) / 2
-    assert two.names == ["gradient.0"]
+    assert two.gradients == ["gradient.0"]
     assert (alone.worker.progress.step, alone.worker.progress.examples) == (1, 24)
 
 
@@ -483,7 +461,7 @@ def test_gradients_of_a_parameter_that_is_unfrozen_later_are_averaged(
         (backbone(torch.ones(1, 1)) + head(torch.ones(1, 1))).sum().backward()
         optimizer.step()
         assert (unused.weight.grad is not None) is learns
-    assert two.names == ["gradient.0"] * 3
+    assert two.gradients == ["gradient.0"] * 3
     assert two.shapes[0] != two.shapes[1] == two.shapes[2], "a rank alone in it would be noticed"
     # The mean of this rank's gradient, 1 or none, and the other's, 3.
     assert [p.item() for p in (backbone.weight, head.weight, unused.weight)] == [-4, -6, -3]
@@ -527,7 +505,7 @@ def test_a_newcomer_does_not_wait_for_the_others_to_unfreeze_again(
     hand_out(alone)
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    assert two.names == ["gradient.0"]
+    assert two.gradients == ["gradient.0"]
     assert model.weight.item() == -2
 
 

@@ -17,36 +17,16 @@ from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.planner import Planner
-from hvd_elastic.worker.step import Pass
 from hvd_elastic.worker.worker import Worker
+from tests.unit.torch.two_ranks import TwoRanks, hand_out
 from tests.unit.worker.test_rollback import Meter, Training
 
 BODIES = 6
 
 
-class Recording(LocalCommunicator):
-    """The first of two ranks; the other one's gradients are all ``other``, or like its own."""
-
-    size = 2
-
-    def __init__(self, other: float | None = None) -> None:
-        self.other = other
-        self.names: list[str] = []
-
-    def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
-        self.names.append(name)
-        if self.other is not None and name.startswith("gradient"):
-            array.add_(self.other).div_(2)
-        return array
-
-    @property
-    def gradients(self) -> list[str]:
-        return [name for name in self.names if name.startswith("gradient")]
-
-
 @pytest.fixture
-def two(alone: Context) -> Recording:
-    alone.worker.communicator = communicator = Recording(other=3.0)
+def two(alone: Context) -> TwoRanks:
+    alone.worker.communicator = communicator = TwoRanks(other=3.0)
     return communicator
 
 
@@ -62,11 +42,7 @@ def sgd(*models: torch.nn.Module, lr: float = 1.0) -> Any:
     return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), models[0])
 
 
-def hand_out(ctx: Context, weight: float = 1.0) -> None:
-    ctx.hand_out(Pass(step_examples=8, weight=weight))
-
-
-def test_each_averages_its_own_gradients_in_its_own_step(alone: Context, two: Recording) -> None:
+def test_each_averages_its_own_gradients_in_its_own_step(alone: Context, two: TwoRanks) -> None:
     generator, discriminator = linear(), linear()
     first, second = sgd(generator), sgd(discriminator)
     hand_out(alone, weight=0.5)
@@ -88,7 +64,7 @@ def test_each_averages_its_own_gradients_in_its_own_step(alone: Context, two: Re
 def test_gradients_that_are_clipped_before_they_are_averaged_are_an_error(
     alone: Context, size: int
 ) -> None:
-    alone.worker.communicator = LocalCommunicator() if size == 1 else Recording(other=3.0)
+    alone.worker.communicator = LocalCommunicator() if size == 1 else TwoRanks(other=3.0)
     generator, discriminator = linear(), linear()
     first, second = sgd(generator), sgd(discriminator)
     hand_out(alone)
@@ -105,7 +81,7 @@ def test_gradients_that_are_clipped_before_they_are_averaged_are_an_error(
         second.step()
 
 
-def test_a_body_counts_when_it_ends(alone: Context, two: Recording) -> None:
+def test_a_body_counts_when_it_ends(alone: Context, two: TwoRanks) -> None:
     models = linear(), linear()
     first, second = map(sgd, models)
     alone.register_data(64, 0, Planner(8))
@@ -123,7 +99,7 @@ def test_a_body_counts_when_it_ends(alone: Context, two: Recording) -> None:
     assert two.names.count("hvd_elastic.change") == 3
 
 
-class LeftOut(Recording):
+class LeftOut(TwoRanks):
     """The other rank leaves the body out."""
 
     def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
@@ -153,14 +129,14 @@ def test_a_body_that_one_rank_alone_leaves_out_is_an_error(alone: Context, steps
         first.step() if steps else alone.mark_consumed()
 
 
-def test_accumulation_by_hand_is_refused(alone: Context, two: Recording) -> None:
+def test_accumulation_by_hand_is_refused(alone: Context, two: TwoRanks) -> None:
     first, _ = sgd(linear()), sgd(linear())
     hand_out(alone)
     with pytest.raises(ScriptError, match="a loop body is one step"), first.no_sync():
         pass
 
 
-def test_a_pass_between_synchronize_and_step_is_refused(alone: Context, two: Recording) -> None:
+def test_a_pass_between_synchronize_and_step_is_refused(alone: Context, two: TwoRanks) -> None:
     """It would add the gradient of one rank to the average."""
     model, other = linear(), linear()
     first, _ = sgd(model), sgd(other)
@@ -257,7 +233,7 @@ def test_what_no_optimizer_trains_in_a_trained_module_is_undone(alone: Context) 
 
 
 def test_an_optimizer_that_is_made_anew_takes_the_place_of_the_earlier_one(
-    alone: Context, two: Recording
+    alone: Context, two: TwoRanks
 ) -> None:
     model = linear()
     earlier = sgd(model)
@@ -276,7 +252,7 @@ def test_an_optimizer_that_is_made_anew_takes_the_place_of_the_earlier_one(
         later.step()
 
 
-def test_an_optimizer_that_the_state_lacks_does_not_train(alone: Context, two: Recording) -> None:
+def test_an_optimizer_that_the_state_lacks_does_not_train(alone: Context, two: TwoRanks) -> None:
     """A worker that joins would not have its momentum."""
     model, forgotten = linear(), linear()
     optimizer, other = sgd(model), sgd(forgotten)
@@ -328,7 +304,7 @@ def test_a_batch_that_adapts_is_refused(alone: Context, loader_first: bool) -> N
 
 
 def test_a_step_may_be_skipped_after_synchronize_without_a_loader(
-    alone: Context, two: Recording
+    alone: Context, two: TwoRanks
 ) -> None:
     """Where the norm of the averaged gradients is bad, for example."""
     first, second = linear(), linear()

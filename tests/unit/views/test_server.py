@@ -26,7 +26,7 @@ from hvd_elastic.views import server as server_module
 from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, prometheus_text
 from hvd_elastic.views.server import Dashboard
 from tests import other_user
-from tests.paths import ROOT
+from tests.paths import LIMIT_S, ROOT
 from tests.unit.records.made_events import summarized, whole, write
 from tests.unit.records.sample_run import sample_folder
 
@@ -39,7 +39,7 @@ class Viewer:
         self.port = server.server_address[1]
 
     def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, headers=named)
@@ -50,7 +50,7 @@ class Viewer:
 
     def stream(self, path: str) -> Iterator[tuple[str, Any]]:
         """Events as they come: kind and content."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         connection.request("GET", path)
         answer = connection.getresponse()
         assert answer.status == 200
@@ -203,7 +203,7 @@ def controller(folder: Path) -> Iterator[Viewer]:
 
 
 def ask(viewer: Viewer, body: Any, *, token: bool = True, origin: bool = True) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=LIMIT_S)
     headers = {"Cookie": f"{viewer.server.cookie}={viewer.server.token}"} if token else {}
     if origin:
         headers["Origin"] = f"http://127.0.0.1:{viewer.port}"
@@ -241,7 +241,7 @@ def test_the_leader_is_asked_by_who_has_the_token(controller: Viewer, folder: Pa
         assert status == 409
         assert "refused 'drain': so be it" in text
         assert ask(controller, {"op": "stop"})[0] == 200
-        leader.join(10)
+        leader.join(LIMIT_S)
     assert [op for op, _ in asked] == ["scale", "drain", "stop"]
     assert asked[0][1] == {"np": 3}
 
@@ -304,9 +304,9 @@ def test_other_users_of_this_machine_see_nothing(folder: Path, host: str) -> Non
     thread.start()
     paths = ["/", "/runs/digits-3", "/metrics", "/assets/live.js", "/runs/digits-3/events"]
     said = other_user.start(ASK, host, str(server.server_address[1]), *paths).communicate(
-        timeout=60
+        timeout=LIMIT_S
     )[0]
-    own = http.client.HTTPConnection(host, server.server_address[1], timeout=60)
+    own = http.client.HTTPConnection(host, server.server_address[1], timeout=LIMIT_S)
     own.request("GET", "/runs/digits-3")
     status = own.getresponse().status
     own.close()
@@ -556,7 +556,7 @@ def test_it_listens_on_an_address_of_ipv6(folder: Path) -> None:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         port = server.server_address[1]
         assert server.url == f"http://[::1]:{port}/"
-        connection = http.client.HTTPConnection("::1", port, timeout=20)
+        connection = http.client.HTTPConnection("::1", port, timeout=LIMIT_S)
         connection.request("GET", "/")
         assert connection.getresponse().status == 200
         connection.close()
@@ -569,7 +569,7 @@ def test_a_viewer_who_never_finishes_asking_is_given_up(
     viewer: Viewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module._Handler, "timeout", 0.1)
-    with socket.create_connection(("127.0.0.1", viewer.port), timeout=20) as asking:
+    with socket.create_connection(("127.0.0.1", viewer.port), timeout=LIMIT_S) as asking:
         asking.sendall(b"GET / HTTP/1.1\r\n")
         assert asking.recv(1) == b""
 

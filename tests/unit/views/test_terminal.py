@@ -10,6 +10,7 @@ import pytest
 from hvd_elastic.records.wording import Narrator
 from hvd_elastic.views import terminal
 from hvd_elastic.views.terminal import LastingView, RunView
+from tests.paths import LIMIT_S
 from tests.unit.records.made_events import made
 from tests.unit.records.sample_run import sample_events
 
@@ -256,7 +257,7 @@ class HeldStream(io.StringIO):
 
     def write(self, text: str) -> int:
         self.asked.set()
-        assert self.free.wait(60)
+        assert self.free.wait(LIMIT_S)
         return super().write(text)
 
 
@@ -267,7 +268,7 @@ def test_a_held_terminal_holds_nothing_up_and_shows_it_later() -> None:
         for event in sample_events():
             view.show(made(event))
         view.print("accuracy 0.9")
-        assert stream.asked.wait(60)
+        assert stream.asked.wait(LIMIT_S)
         assert not stream.getvalue()
         stream.free.set()
     lines = stream.getvalue().splitlines()
@@ -284,7 +285,7 @@ def test_of_what_nobody_reads_lines_are_left_out_and_counted(
     view = LastingView(stream)
     with view:
         view.print("0")
-        assert stream.asked.wait(60)
+        assert stream.asked.wait(LIMIT_S)
         for line in range(1, 9):
             view.print(f"{line}")
         view.print("an event", keep=True)

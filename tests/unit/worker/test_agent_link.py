@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import other_user
+from tests.paths import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,7 +58,7 @@ def worker_that_is_sent(
         capture_output=True,
         text=True,
         env=environment,
-        timeout=60,
+        timeout=LIMIT_S,
     )
 
 

@@ -20,6 +20,7 @@ from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.worker.checks import data_digest
 from hvd_elastic.worker.checks.data_digest import DataDigest, difference
+from tests.paths import LIMIT_S
 
 EXAMPLES = 200
 
@@ -241,4 +242,4 @@ def test_reading_that_takes_too_long_does_not_keep_a_lock(monkeypatch: pytest.Mo
     monkeypatch.setattr(data_digest, "_READ_S", 0.5)
     locked = Locked()
     assert "examples" not in examples_of(locked)
-    assert locked.lock.acquire(timeout=10)
+    assert locked.lock.acquire(timeout=LIMIT_S)

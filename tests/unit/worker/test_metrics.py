@@ -93,6 +93,18 @@ def test_what_is_reported_after_the_last_step_is_recorded_when_training_ends(
     assert event["accuracy"] == 0.75
 
 
+def test_what_is_reported_before_the_script_fails_is_recorded(
+    alone: Context, tmp_path: Path
+) -> None:
+    alone.worker.sink = FileSink(tmp_path)
+    alone.worker.in_train = True
+    hvd.report(accuracy=0.75, loss=torch.ones(()), on_gpu=torch.ones((), device="meta"))
+    alone.script_failed("ValueError: broken")
+    event, *_ = read_records(tmp_path / "events.jsonl")
+    assert (event["accuracy"], event["loss"]) == (0.75, 1.0)
+    assert event["reported"] == ["accuracy", "loss"]
+
+
 def test_an_event_says_which_metrics_were_reported_since_the_one_before(recorded: Any) -> None:
     """So readers see when it was reported, also if its value is the same again."""
     first, other, again = (recorded(**{name: 0.5}) for name in ("accuracy", "loss", "accuracy"))

@@ -107,6 +107,58 @@ def test_what_kubectl_says_comes_with_what_to_do(kubectl, capsys, said, advice) 
     assert advice in capsys.readouterr().err
 
 
+def test_an_interrupted_submission_leaves_no_job(kubectl, capsys) -> None:
+    path = kubectl / "kubectl"
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(
+        f'{first}\ncase "$*" in *create*) [ ! -e {kubectl}/made ] || kill -INT $PPID;; esac\n{rest}'
+    )
+    assert call(*SUBMIT, *OF_PODS, *COMMAND) == 130
+    assert "delete job/hvd-r1 --wait=false" in (kubectl / "words").read_text()
+
+
+def test_a_job_that_is_not_made_again_leaves_its_manifest(kubectl, capsys) -> None:
+    container = {"args": ["--run-id", "r1", "--pods", "2", "--", "python", "train.py"]}
+    pod = {"metadata": {}, "spec": {"containers": [container], "volumes": []}}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"labels": {}},
+        "spec": {"backoffLimit": 4, "template": pod},
+        "status": {"conditions": [{"type": "Failed", "status": "True"}]},
+    }
+    (kubectl / "job").write_text(json.dumps(job))
+    (kubectl / "kubectl").write_text(
+        f"#!/bin/sh\n"
+        f'case "$*" in get*) cat {kubectl}/job;; create*) echo no quota >&2; exit 1;; esac\n'
+    )
+    assert call("k8s", "submit", "--resume", "r1", "--pods", "3") == 1
+    assert "kubectl create --filename hvd-r1.json" in capsys.readouterr().err
+    kept = json.loads((kubectl / "hvd-r1.json").read_text())
+    words = kept["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert words == [*("--resume", "r1", "--pods", "2", "--pods", "3", "--", "python", "train.py")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "said"),
+    [
+        ({"suspend": True}, {}, "its job is suspended"),
+        ({}, {"exitCode": 1, "message": "No module named hvd_elastic"}, "has no hvd_elastic"),
+        ({}, {"exitCode": 0}, "kubectl describe job/hvd-r1"),
+    ],
+)
+def test_why_no_pod_leads_is_said(kubectl, capsys, spec, status, said) -> None:
+    container = {"image": "i:1", "state": {"terminated": status}}
+    pods = [{"metadata": {}, "status": {"phase": "Failed", "containerStatuses": [container]}}]
+    (kubectl / "pods").write_text(json.dumps({"items": pods}))
+    (kubectl / "job").write_text(json.dumps({"spec": spec, "status": {}}))
+    (kubectl / "kubectl").write_text(
+        f'#!/bin/sh\ncase "$*" in *job/*) cat {kubectl}/job;; *) cat {kubectl}/pods;; esac\n'
+    )
+    assert call("k8s", "status", "r1") == 1
+    assert said in capsys.readouterr().err
+
+
 def test_no_kubectl_is_said(kubectl, capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert call(*SUBMIT, *OF_PODS, *COMMAND) == 1

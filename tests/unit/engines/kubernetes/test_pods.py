@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hvd_elastic.engines.growth import Growth, Limits
-from hvd_elastic.engines.kubernetes.api import ApiError, why_ended
+from hvd_elastic.engines.kubernetes.api import Api, ApiError, why_ended
 from hvd_elastic.engines.kubernetes.manifests import Asked
 from hvd_elastic.engines.kubernetes.pods import Pods
 from hvd_elastic.leader.spec import RunSpec
@@ -31,7 +32,9 @@ class Cluster:
     def release_host(self, name: str, *, is_last: bool) -> None:
         self.released.append(name)
 
-    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def call(
+        self, method: str, path: str, body: Any = None, patience_s: float = 0.0
+    ) -> dict[str, Any]:
         if method == "GET":
             return {"items": [*self.pods.values()]}
         if self.refusal is not None:
@@ -40,7 +43,7 @@ class Cluster:
         self.pods[name] = {"metadata": {"name": name}, "status": {"phase": "Pending"}}
         return {}
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, patience_s: float = 0.0) -> None:
         del self.pods[path.removeprefix("pods/")]
 
     def come(self, name: str) -> None:
@@ -127,12 +130,33 @@ def test_a_pod_that_does_not_start_is_told_and_given_up(cluster, said) -> None:
         pods.ask([], "")
 
 
+def test_a_pod_that_a_queue_holds_back_is_not_given_up(cluster, said, monkeypatch) -> None:
+    pods = pods_of(cluster, said, start_limit_s=10.0)
+    pods.ask([], "")
+    (name,) = cluster.pods
+    condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    cluster.pods[name]["status"]["conditions"] = [condition]
+    for now in (0.0, 1000.0):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        assert [grant.grant_id for grant in pods.list()] == [name]
+    assert "a queue, such as Kueue's, holds it back" in said[0]
+    del condition["reason"]
+    monkeypatch.setattr(time, "monotonic", lambda: 1009.0)
+    assert [grant.grant_id for grant in pods.list()] == [name]
+    monkeypatch.setattr(time, "monotonic", lambda: 1011.0)
+    assert pods.list() == []
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [
         ({"reason": "Evicted", "message": "low on memory"}, "Evicted: low on memory"),
         ({"reason": "OOMKilled", "exitCode": 137}, "more memory than its limit"),
         ({"exitCode": 1, "message": "\nNo module named 'hvd_elastic'\n"}, "has no hvd_elastic"),
+        (
+            {"exitCode": 128, "message": 'exec: "python3": executable file not found in $PATH'},
+            "has no python3 on its PATH",
+        ),
         ({"exitCode": 3, "reason": "Error", "message": "first\nlast"}, "exit status 3 (last)"),
         ({"exitCode": 0}, ""),
     ],
@@ -141,3 +165,23 @@ def test_the_end_of_a_pod_is_put_in_words(status: dict[str, Any], words: str) ->
     container = {"image": "image:1", "state": {"terminated": status}}
     told = status if status.get("reason") == "Evicted" else {"containerStatuses": [container]}
     assert words in why_ended({"status": told})
+
+
+def test_a_server_that_is_away_is_called_again_and_a_refusal_ends_the_run(monkeypatch) -> None:
+    answers: list[Any] = [ApiError("away"), ApiError("busy", 429), {"kind": "Pod"}]
+
+    def answer(*_: object) -> Any:
+        found = answers.pop(0)
+        if isinstance(found, ApiError):
+            raise found
+        return found
+
+    monkeypatch.setattr(Api, "_call_once", answer)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    api = Api.__new__(Api)
+    assert api.call("GET", "pods/a", patience_s=60.0) == {"kind": "Pod"}
+    for refusal, patience_s, status in (("", 0.0, 75), ("no", 60.0, 1)):
+        answers[:] = [ApiError(refusal, 403 if refusal else 0)]
+        with pytest.raises(ApiError) as end:
+            api.call("GET", "pods/a", patience_s=patience_s)
+        assert end.value.exit_status == status

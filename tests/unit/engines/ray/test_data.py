@@ -12,6 +12,7 @@ import pytest
 from hvd_elastic.engines.ray.data import PLACE_VARIABLE, RayDataset, RowServer, StoredRows, _examine
 from hvd_elastic.errors import DataError, StrangerError
 from tests import other_user
+from tests.paths import LIMIT_S
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_another_user_who_says_nothing_keeps_no_worker_waiting(server: RowServer
     name = server.variables[PLACE_VARIABLE].partition(":")[0]
     program = "c = socket.socket(socket.AF_UNIX)\nc.connect('\\0' + sys.argv[1])\nprint(c.recv(1))"
     silent = other_user.start(program, name)
-    assert silent.communicate(timeout=60)[0] == "b''\n", "it is not even asked for the key"
+    assert silent.communicate(timeout=LIMIT_S)[0] == "b''\n", "it is not even asked for the key"
     with pytest.raises(DataError, match="no data set 'test'"):
         RayDataset("test")
 

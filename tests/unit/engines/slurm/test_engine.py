@@ -10,6 +10,7 @@ import pytest
 from hvd_elastic.engines.slurm.engine import SrunConnection
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.local import LocalConnection
+from tests.paths import LIMIT_S
 from tests.unit.engines.slurm.conftest import Write
 
 REFUSED = "srun: error: Unable to create step for job 17: "
@@ -33,7 +34,7 @@ def test_a_step_that_slurm_will_never_give_is_told_apart(
     write("srun", f"echo '{said}' >&2; exit 1")
     connection = SrunConnection(Host("gpu1"), "17", tmp_path)
     process = connection.start("true")
-    assert process.wait(30) == status
+    assert process.wait(LIMIT_S) == status
     assert process.wait_drained(30)
     assert process.last_line == said
     connection.close()

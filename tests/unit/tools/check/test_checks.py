@@ -16,7 +16,7 @@ from hvd_elastic.tools.check.checks import (
     check_strays,
     choose_reference,
 )
-from hvd_elastic.tools.check.network import Link, all_pairs_in_rounds, slow_links
+from hvd_elastic.tools.check.network import NetLink, all_pairs_in_rounds, slow_links
 
 VERSIONS = {
     "hvd_elastic": "0.1.0",
@@ -192,12 +192,14 @@ def test_strays_come_with_the_command_that_ends_them() -> None:
     )
 
 
-def mesh(**slow: float) -> list[Link]:
+def mesh(**slow: float) -> list[NetLink]:
     """All directions at 100 MB/s, but for ``source_target=bytes_per_s``."""
-    return [Link(a, b, slow.get(f"{a}_{b}", 100e6), 1e-4) for a in NAMES for b in NAMES if a != b]
+    return [
+        NetLink(a, b, slow.get(f"{a}_{b}", 100e6), 1e-4) for a in NAMES for b in NAMES if a != b
+    ]
 
 
-def network(links: list[Link]) -> dict[str, str]:
+def network(links: list[NetLink]) -> dict[str, str]:
     return {
         name: check.detail
         for name, checks in check_network(NAMES, links).items()
@@ -216,26 +218,32 @@ def test_the_slow_link_or_the_slow_host_is_named() -> None:
     (found,) = network(mesh(gpu1_gpu3=10e6, gpu2_gpu3=9e6, gpu4_gpu3=11e6)).items()
     assert found[0] == "gpu3"
     assert found[1].startswith("its link carries 80 Mbit/s")
-    far = [Link("gpu2", "gpu4", 100e6, 5e-3) if (x.source, x.target) == ("gpu2", "gpu4") else x
+    far = [NetLink("gpu2", "gpu4", 100e6, 5e-3) if (x.source, x.target) == ("gpu2", "gpu4") else x
            for x in mesh()]  # fmt: skip
     assert list(network(far)) == ["gpu2"]
 
 
 def test_noise_between_hosts_of_one_machine_is_no_bad_cable() -> None:
     rates = {("gpu1", "gpu3"): 4e8}
-    local = [Link(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()]
+    local = [
+        NetLink(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()
+    ]
     assert network(local) == {}
     rates = {("gpu1", "gpu3"): 1e7}
-    local = [Link(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()]
+    local = [
+        NetLink(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()
+    ]
     assert list(network(local)) == ["gpu1"], "a limited rate is seen all the same"
 
 
 def test_who_cannot_be_reached_is_named() -> None:
-    shut = [Link("gpu1", "gpu3", refused="10.0.0.3: timed out")]
+    shut = [NetLink("gpu1", "gpu3", refused="10.0.0.3: timed out")]
     (found,) = network([*mesh(), *shut]).items()
     assert found[0] == "gpu1"
     assert found[1].startswith("cannot connect to gpu3 (10.0.0.3: timed out)")
-    shut = [Link(name, "gpu3", refused="10.0.0.3: timed out") for name in NAMES if name != "gpu3"]
+    shut = [
+        NetLink(name, "gpu3", refused="10.0.0.3: timed out") for name in NAMES if name != "gpu3"
+    ]
     (found,) = network(shut).items()
     assert found[0] == "gpu3"
     assert found[1].startswith("nobody can connect to it (10.0.0.3: timed out)")
@@ -253,5 +261,5 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round(number: int) -> None:
 
 
 def test_of_two_directions_the_slower_is_the_odd_one() -> None:
-    links = [Link("a", "b", 10.0, 1e-4), Link("b", "a", 95.0, 1e-4)]
+    links = [NetLink("a", "b", 10.0, 1e-4), NetLink("b", "a", 95.0, 1e-4)]
     assert slow_links(links) == links[:1]

@@ -4,7 +4,7 @@ import pytest
 
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.hostfile import parse_hosts
-from hvd_elastic.tools.run.capture import LONGEST_LINE_BYTES, Capture, LineSplitter
+from hvd_elastic.tools.run.capture import LONGEST_LINE_BYTES, Capture, TextLines
 from hvd_elastic.tools.run.commands import CommandResult, CommandSettings, _assess, select_hosts
 
 HOSTFILE = parse_hosts("gpu[1-2] slots=2\ngpu[3-4] labels=spot,a100\nlogin", "my.hosts")
@@ -44,7 +44,7 @@ def test_a_choice_that_cannot_be(only: str | None, exclude: str | None, message:
 
 def test_pieces_become_lines() -> None:
     texts: list[str] = []
-    splitter = LineSplitter(texts.append)
+    splitter = TextLines(texts.append)
     for piece in (b"a", b"b\nc\n", b"", b"\xc3", b"\xbc\n\nend\xff"):
         splitter.feed(piece)
     splitter.finish()
