@@ -799,7 +799,7 @@ def test_a_keeper_that_comes_again_at_once_waits(monkeypatch: pytest.MonkeyPatch
 def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 0.1)
+    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 3.0)  # then it is queued again
     ended = subprocess.Popen(["true"])
     ended.wait()
     with shared_place() as place:
