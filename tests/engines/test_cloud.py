@@ -363,7 +363,7 @@ def test_what_ec2_refuses_is_said_and_leaves_nothing(ec2: Ec2, setting, value, w
 
 def test_a_type_that_does_not_exist_is_said(ec2: Ec2) -> None:
     told = ec2.call(*up(ec2, "lab", "--type", "g5.huge", "--instances", "1"), status=1).stderr
-    assert "has no machines of type g5.huge" in told
+    assert "do not exist: [g5.huge]" in told
 
 
 def test_without_credentials_nothing_is_asked(ec2: Ec2) -> None:

@@ -291,7 +291,7 @@ def _refuse_taken(folder: CloudFolder, provider: Provider) -> None:
     if strangers:
         raise RunError(
             f"the name {folder.name} is in use: {count(len(found), 'machine')} of "
-            f"{', '.join(sorted(strangers))} run under it. Take another name"
+            f"{', '.join(sorted(strangers))} under it. Take another name"
         )
     if found and not folder.exists:
         raise RunError(
