@@ -799,7 +799,7 @@ def test_a_keeper_that_comes_again_at_once_waits(monkeypatch: pytest.MonkeyPatch
 def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 3.0)  # then it is queued again
+    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 4.0)  # it is cancelled within that
     ended = subprocess.Popen(["true"])
     ended.wait()
     with shared_place() as place:
@@ -817,6 +817,7 @@ def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
                 ask_daemon(place, Hosts())  # after that the daemon has read it
 
         as_other(place, submit_and_go)
+        ask_daemon(place, Hosts())  # after that the daemon has seen the end of the connection
         said = ask_daemon(place, Cancel([1], "root")).message
         assert "the keeper of user nobody is away" in said
         daemon.until(lambda: daemon.job(1).status is JobStatus.CANCELLED)
