@@ -249,6 +249,19 @@ def test_a_study_without_any_number_ends_with_an_error(play: Callable[..., Playe
     assert played.states() == ["done"]
 
 
+def test_trials_that_have_trained_and_all_fail_end_with_their_cause(
+    play: Callable[..., Played],
+) -> None:
+    played = play(trials=2)
+    played.step()
+    played.start(0, 1)
+    for number in (0, 1):
+        played.train(number, (100, 0.5), name="loss")
+        played.end(number, JobStatus.FAILED, f"not finite in step {number}")
+    with pytest.raises(RunError, match="all 2 trials that have ended have failed: not finite"):
+        played.steps(4)
+
+
 def test_a_job_says_why_its_trial_was_ended(play: Callable[..., Played]) -> None:
     played = play(trials=3, rungs=2, reduction=2, max_examples=200.0)
     played.step()
