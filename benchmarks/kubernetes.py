@@ -122,6 +122,8 @@ class _Job:
     def end(self) -> None:
         with contextlib.suppress(AssertionError):
             self.control.kubectl("delete", "job", f"hvd-{self.run_id}", "--wait=true")
+        # None is started any more on the hosts, which are restored now.
+        self.wait(lambda: not self.names("host") + self.names("leader"), "the end of all pods")
 
 
 def _evict(job: _Job) -> dict[str, float]:

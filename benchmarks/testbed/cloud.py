@@ -23,6 +23,7 @@ from xml.sax.saxutils import escape
 from typing_extensions import Self
 
 from benchmarks.testbed.bodies import Bodies
+from hvd_elastic.errors import VirtualClusterError
 
 _SETTINGS = (
     *("capacity", "unsupported", "quota", "throttle", "credentials", "regions_off", "clock_off_s"),
@@ -171,9 +172,7 @@ class Cloud:
         for thread in self._threads:
             thread.join()
         self._server.server_close()
-        for instance in self.instances:
-            self._end(instance, "the test is over")
-        self._do_due(math.inf)
+        self._end_everything()
         self.backend.reset()
 
     @property
@@ -206,9 +205,7 @@ class Cloud:
 
     def reset(self) -> None:
         """End all instances, and return to the settings of the beginning."""
-        for instance in self.instances:
-            self._end(instance, "the test is over")
-        self._do_due(math.inf)
+        self._end_everything()
         fresh = Cloud(self.bodies)
         for name in _SETTINGS:
             setattr(self, name, getattr(fresh, name))
@@ -250,15 +247,6 @@ class Cloud:
         why = "Server.SpotInstanceTermination: Spot instance termination"
         with self._lock:
             self._events.append((time.time() + notice_s, lambda: self._end(instance, why)))
-
-    def set_capacity(self, pool: Pool, number: int, notice_s: float = 120.0) -> list[Instance]:
-        """Set the capacity of a pool; instances above it are interrupted, and returned."""
-        with self._lock:
-            self.capacity[pool] = number
-            there = [each for each in self.live() if each.pool == pool]
-        for instance in there[number:]:
-            self.interrupt(instance, notice_s)
-        return there[number:]
 
     # -- WSGI ------------------------------------------------------------------------------
 
@@ -465,9 +453,20 @@ class Cloud:
             instance.model.state_reason.code, instance.model.state_reason.message = code, why
             self._events.append((time.time() + self.shutdown_s, lambda: self._finish(instance)))
 
+    def _end_everything(self) -> None:
+        for instance in self.instances:
+            self._end(instance, "the test is over")
+        while self._events:
+            self._do_due(math.inf)
+
     def _finish(self, instance: Instance) -> None:
-        with self._boots:
-            self.bodies.end(instance.host)
+        try:
+            with self._boots:
+                self.bodies.end(instance.host)
+        except VirtualClusterError:  # a busy machine takes long to end processes: once more
+            with self._lock:
+                self._events.append((time.time(), lambda: self._finish(instance)))
+            return
         with self._lock:
             instance.is_gone = True
             _set_state(instance.model, "terminated", 48)

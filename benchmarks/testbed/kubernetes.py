@@ -366,7 +366,6 @@ class Nodes:
         self._pods: dict[str, _Pod] = {}
         self._beat_at: dict[str, float] = {}
         self._over = threading.Event()
-        self.pod_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
     def __enter__(self) -> Self:
@@ -420,9 +419,7 @@ class Nodes:
         return "\n".join(lines) + "\n"
 
     def _run(self) -> None:
-        while not self._over.is_set():
-            self.pod_ended.wait(0.25)
-            self.pod_ended.clear()
+        while not self._over.wait(0.25):
             with contextlib.suppress(OSError):  # the API server may be away
                 self._beat()
                 self._bind_claims()
@@ -474,7 +471,7 @@ class Nodes:
                 self._pods.pop(uid).end()
 
     def is_silent(self, host: str) -> bool:
-        return self.cluster.status(host) != "up"
+        return self._over.is_set() or self.cluster.status(host) != "up"
 
     def tell(self, manifest: Mapping[str, Any], phase: str, state: dict[str, Any]) -> None:
         """Tell the API server the state of a pod."""
@@ -540,6 +537,7 @@ class _Pod:
         self._end_at: float | None = None
         self._ended = False
         self._signalled_at: float | None = None
+        self._looking = threading.Lock()
 
     @property
     def runs(self) -> bool:
@@ -547,6 +545,10 @@ class _Pod:
 
     def look(self, manifest: Mapping[str, Any]) -> None:
         """Do what is due for the pod as it is wanted now."""
+        with self._looking:
+            self._look(manifest)
+
+    def _look(self, manifest: Mapping[str, Any]) -> None:
         self.manifest = manifest
         going = "deletionTimestamp" in manifest["metadata"]
         if self._process is None:
@@ -677,7 +679,10 @@ class _Pod:
         if self._signalled_at is not None:
             left_s = time.monotonic() - self._signalled_at
             self._nodes.left_s[self.manifest["metadata"]["name"]] = left_s
-        self._nodes.pod_ended.set()
+        # At once, while the nodes may be starting another pod.
+        with contextlib.suppress(OSError):
+            if not self._nodes.is_silent(self.manifest["spec"]["nodeName"]):
+                self.look(self.manifest)
 
     def _source(self, volume: Mapping[str, Any]) -> Path:
         """Return the folder with the content of a volume."""

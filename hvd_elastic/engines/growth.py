@@ -181,18 +181,25 @@ class Growth:
                 self.at_risk.add(host)
 
     def note_use(
-        self, used: Collection[str], lost: Collection[str], wants_more: bool, now: float
+        self,
+        used: Collection[str],
+        lost: Collection[str],
+        now: float,
+        *,
+        waiting: bool,
+        elastic: bool,
     ) -> None:
         """Take what a cluster of jobs uses, in place of the events of a run.
 
         Args:
             used: hosts on which jobs have processes.
             lost: hosts that cannot be used.
-            wants_more: whether jobs wait, so that no host counts as unused.
+            waiting: whether jobs wait, so that no host counts as unused.
+            elastic: whether jobs may use further hosts.
         """
         self._lost = {name: self._lost.get(name, now) for name in lost}
-        self.run.generation_hosts = self._names(now) if wants_more else [*used]
-        self.run.size = len(self.run.generation_hosts)
+        self.run.generation_hosts = self._names(now) if waiting else [*used]
+        self.run.size = int(waiting or elastic)
 
     def adopt(self) -> None:
         """Take the hosts into the run that its last leader has left.

@@ -126,7 +126,8 @@ def plan_machines(need: MachineNeed, pools: Sequence[MachinePool]) -> MachinePla
     else:
         filled = min(need.most, max(need.on_demand, need.most - safe))
         kept = need.most - filled + need.at_risk
-        plan = MachinePlan(kept, filled, f"{filled} on demand up to the end{replaced}: {times}")
+        on_demand = f"{filled} on demand up to the end" if filled else "all on spot machines"
+        plan = MachinePlan(kept, filled, f"{on_demand}{replaced}: {times}")
     return _within_budget(need, plan, spot, demand)
 
 

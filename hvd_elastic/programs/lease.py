@@ -1,8 +1,8 @@
 """Run on a machine of a cloud, as root, from its start: shut it down when its lease has ended.
 
 The lease is renewed by writing a number of seconds to a file, which needs no credentials of the
-cloud. No renewal reaches beyond the machine's deadline. Times are counted from the start of this
-program, by a clock that nobody sets. Standard library only.
+cloud. A renewal never shortens the lease, nor reaches beyond the machine's deadline. Times are
+counted from the start of this program, by a clock that nobody sets. Standard library only.
 
 Arguments: the file, the first lease [s], the deadline [s], and the user who may write the file.
 """
@@ -42,7 +42,7 @@ def main() -> None:
             seen = found
             renewed_s = _read_renewal(file)
             if renewed_s is not None:
-                ends = min(_now() + renewed_s, last)
+                ends = max(ends, min(_now() + renewed_s, last))
     while True:
         for way in _WAYS:
             with contextlib.suppress(OSError):  # there is no such program

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,6 +220,28 @@ def test_a_run_asks_for_its_machines_and_gives_them_back(market: Market) -> None
     market.call("down", "lab")
 
 
+def test_a_cluster_asks_for_machines_while_jobs_wait_and_ends_what_they_leave(
+    market: Market,
+) -> None:
+    def ours(*words: str) -> None:
+        command = [sys.executable, "-m", "hvd_elastic.cli.app", *words]
+        subprocess.run(command, env=market.environment, check=True, timeout=LIMIT_S)
+
+    theirs = market.start_bystander()
+    market.settings["GIVE_BACK"] = 5.0
+    market.call(*up(market, "lab", "--instances", "1-2", "--no-start"))
+    ours("up", "--cloud", "lab", "--detach")
+    try:
+        assert len(market.hosts_on()) == 2
+        for _ in range(2):  # each takes the slot of one machine
+            ours("submit", "--plain", "--", "sleep", "15")
+        market.wait_hosts(lambda found: len(found) == 3)
+        market.wait_hosts(lambda found: len(found) == 2)
+    finally:
+        ours("down")
+    assert market.hosts_on() == {theirs}
+
+
 @pytest.mark.timeout(90 * KILLS + 600)
 def test_a_run_that_is_killed_leaves_machines_only_as_long_as_their_lease(market: Market) -> None:
     theirs = market.start_bystander()
@@ -300,6 +323,23 @@ def test_a_notice_drains_a_spot_machine_and_another_one_takes_its_place(ec2: Ec2
     ec2.call("down", "lab")
 
 
+def test_a_recommendation_to_rebalance_brings_another_machine_before_the_notice(ec2: Ec2) -> None:
+    ec2.call(*up(ec2, "lab", *ZONES, "--spot", "--instances", "1-2", "--no-start"))
+    with CloudJob(ec2, "--cloud", "lab") as job:
+        job.wait_size(2)
+        first = ec2.cloud.live()
+        ec2.cloud.recommend_rebalance(first[0])
+        job.wait_for(lambda: len(job.kinds("agent_started")) == 3, "a third machine")
+        assert first[0].ended is None
+        since = job.mark()
+        ec2.cloud.interrupt(first[0], LIMIT_S)
+        job.wait_event("host_drained", since)
+        job.wait_size(2, since)
+        job.end()
+    assert not ec2.cloud.live()
+    ec2.call("down", "lab")
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
@@ -323,7 +363,7 @@ def test_what_ec2_refuses_is_said_and_leaves_nothing(ec2: Ec2, setting, value, w
 
 def test_a_type_that_does_not_exist_is_said(ec2: Ec2) -> None:
     told = ec2.call(*up(ec2, "lab", "--type", "g5.huge", "--instances", "1"), status=1).stderr
-    assert "has no machines of type g5.huge" in told
+    assert "do not exist: [g5.huge]" in told
 
 
 def test_without_credentials_nothing_is_asked(ec2: Ec2) -> None:

@@ -858,3 +858,21 @@ def test_a_shutdown_may_be_later_and_be_cancelled_and_no_host_reboots(spaces):
         assert refused.returncode == 1
         assert "virtclust boot HOST" in refused.stderr
     assert spaces.status(host) == "up"
+
+
+@pytest.mark.root
+def test_a_host_crashes_also_when_nsenter_has_stopped_with_its_process(spaces):
+    """As it does when it sees that its process is stopped, which is done before the kill."""
+    host = spaces.hosts[0]
+    with spaces.popen_on(host, ["sleep", "1000"]) as started:
+        deadline = time.monotonic() + LIMIT_S
+        while not (found := [*spaces.pids(host)]):
+            assert time.monotonic() < deadline
+        (sleeping,) = found
+        os.kill(sleeping, signal.SIGSTOP)
+        deadline = time.monotonic() + LIMIT_S
+        while psutil.Process(started.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        spaces.crash(host)
+        assert spaces.status(host) == "off"

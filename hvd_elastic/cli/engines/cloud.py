@@ -263,7 +263,7 @@ def up(
         _show_plan(Machines(folder, provider, _tell, definition=definition), options.as_json)
         return
     _refuse_taken(folder, provider)
-    definition = _merge(folder, definition)
+    definition = _merge(folder, provider, definition)
     folder.write(definition)
     with contextlib.closing(folder.use("hvd-elastic cloud up")):
         if options.no_start:
@@ -291,7 +291,7 @@ def _refuse_taken(folder: CloudFolder, provider: Provider) -> None:
     if strangers:
         raise RunError(
             f"the name {folder.name} is in use: {count(len(found), 'machine')} of "
-            f"{', '.join(sorted(strangers))} run under it. Take another name"
+            f"{', '.join(sorted(strangers))} under it. Take another name"
         )
     if found and not folder.exists:
         raise RunError(
@@ -301,7 +301,7 @@ def _refuse_taken(folder: CloudFolder, provider: Provider) -> None:
         )
 
 
-def _merge(folder: CloudFolder, asked: Definition) -> Definition:
+def _merge(folder: CloudFolder, provider: Provider, asked: Definition) -> Definition:
     """Return what holds from now on, if the cloud is there already."""
     if not folder.exists:
         return asked
@@ -315,7 +315,7 @@ def _merge(folder: CloudFolder, asked: Definition) -> Definition:
             f"cloud {old.name} was started with other options of its provider ({old.provider} "
             f"{dict(old.settings)}): take another name, or: hvd-elastic cloud down {old.name}"
         )
-    if folder.intents():
+    if Machines(folder, provider, _tell, definition=old).look():
         _tell(f"cloud {old.name} is there: its deadline stays {date_words(old.deadline)}")
         return replace(asked, deadline=old.deadline)
     return asked
@@ -532,9 +532,13 @@ def list_(
     """
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
+    fails = []
     for folder in all_folders():
-        definition = folder.read()
-        machines = Machines(folder, provider_of(definition), _tell).look()
+        try:
+            machines = Machines(folder, provider_of(folder.read()), _tell).look()
+        except HvdElasticError as error:
+            fails.append(f"cloud {folder.name}: {error}")
+            continue
         known |= {each.id for each in machines}
         rows += [_machine_row(each) for each in machines]
         if not machines and not as_json:
@@ -546,7 +550,13 @@ def list_(
         rows += [_machine_row(each) for each in more]
     if as_json:
         print_json(rows)
-        return
+    else:
+        _show_machines(rows)
+    if fails:
+        raise RunError("; ".join(fails))
+
+
+def _show_machines(rows: Sequence[dict[str, Any]]) -> None:
     columns = ("cloud", "id", "state", "type", "zone", "market", "price", "address", "ends in")
     cells = [[name.upper() for name in columns]]
     cells += [[_cell(row[name]) for name in columns] for row in rows]

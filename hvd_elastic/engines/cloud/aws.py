@@ -29,6 +29,7 @@ from hvd_elastic.engines.cloud.provider import (
     UnsupportedError,
 )
 from hvd_elastic.errors import UsageError
+from hvd_elastic.formatting import one_line
 
 _IMAGE = (
     "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
@@ -353,4 +354,4 @@ def _calling(what: str) -> Iterator[None]:
             f"aws cannot {what}: {error} Is the region written correctly, and the network there?"
         ) from error
     except (BotoCoreError, ResponseParserError) as error:  # the latter: a proxy's page of HTML
-        raise CloudError(f"aws cannot {what}: {error}") from error
+        raise CloudError(f"aws cannot {what}: {one_line(str(error), 300)}") from error

@@ -15,7 +15,7 @@ from hvd_elastic.engines.cloud.records import CloudFolder
 from hvd_elastic.engines.growth import Growth, asking
 from hvd_elastic.formatting import count
 from hvd_elastic.jobs.hosts import rows_without_daemon
-from hvd_elastic.jobs.job import Hosts, JobStatus
+from hvd_elastic.jobs.job import Hosts, JobKind, JobStatus
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
@@ -67,7 +67,9 @@ def cloud_cluster(
             rows = ask_daemon(place, Hosts()).data
             hosts.used = frozenset(row["host"] for row in rows if row["jobs"] or row["occupied"])
             lost = {row["host"] for row in rows if row["state"] == "lost"}
-            growth.note_use(hosts.used, lost, bool(_waiting(place)), time.monotonic())
+            waiting, elastic = _needs(place)
+            now = time.monotonic()
+            growth.note_use(hosts.used, lost, now, waiting=waiting, elastic=elastic)
 
         try:
             hosts.begin_with(least, growth, lambda: False)
@@ -84,10 +86,12 @@ def cloud_cluster(
                 tell(f"{count(ended, 'machine')} of the cluster ended")
 
 
-def _waiting(place: ClusterFolder) -> int:
-    """Return how many jobs wait that nobody holds back."""
+def _needs(place: ClusterFolder) -> tuple[bool, bool]:
+    """Return whether jobs wait that nobody holds back, and whether some may use further hosts."""
     store = JobStore.read_only(place.database)
     try:
-        return sum(not job.request.hold for job in store.with_status(JobStatus.QUEUED))
+        waiting = any(not job.request.hold for job in store.with_status(JobStatus.QUEUED))
+        kinds = {job.request.kind for job in store.with_status(JobStatus.RUNNING)}
+        return waiting, bool(kinds - {JobKind.PLAIN})
     finally:
         store.close()

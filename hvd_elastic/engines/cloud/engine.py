@@ -30,7 +30,14 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.spot import MachineNeed, plan_machines
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import HostDrained, ReadEvent, RunStarted
+from hvd_elastic.run_events import (
+    AgentStarted,
+    HostDrained,
+    Metrics,
+    ReadEvent,
+    RunStarted,
+    Warned,
+)
 
 START_LIMIT_S = 600.0
 """How long a machine may take until it answers over ssh [s]; then it is given up."""
@@ -89,6 +96,10 @@ class CloudHosts:
         self._measured = Measured()
         self._began = time.time()
         """When the run began [Unix s]."""
+        self._slot_throughput = 0.0
+        """Examples/s of a slot, as last measured."""
+        self._at_risk: set[str] = set()
+        """Addresses of machines that the cloud may end soon."""
         self._said = ""
 
     # -- as the engine of a run ------------------------------------------------------------
@@ -201,8 +212,15 @@ class CloudHosts:
         """Take an event of the run, from which its progress is known."""
         with self._changing:
             self._measured.note_event(event)
-            if isinstance(event, RunStarted):
-                self._began = event.t
+            match event:
+                case RunStarted():
+                    self._began = event.t
+                case Metrics(size=size, throughput=speed) if size and speed:
+                    self._slot_throughput = speed / size
+                case Warned(host_at_risk=host) if host:
+                    self._at_risk.add(host)
+                case AgentStarted(host=host):
+                    self._at_risk.discard(host)  # a new machine at the address of one that is gone
 
     def _new_on_demand(self, number: int, held: Sequence[Machine]) -> int:
         """Return how many of so many new machines may be on demand."""
@@ -216,6 +234,7 @@ class CloudHosts:
             asked.most,
             spot,
             len(held) - spot,
+            sum(each.offer.spot and each.address in self._at_risk for each in held),
             left_s=math.inf if deadline_s is None else self._began + deadline_s - time.time(),
             work_s=self._work_s(asked.most, offers),
             start_s=self.start_s or MachineNeed.start_s,
@@ -235,9 +254,11 @@ class CloudHosts:
         with self._changing:
             goodput = self._measured.goodput(slots)
             todo = self._measured.remaining(target, None)
-        if goodput is None or todo is None or not goodput[-1] > 0:
+        if todo is None:
             return None
-        return float(todo / goodput[-1])
+        # Without a noise scale, by the last throughput: then each example counts as useful.
+        best = self._slot_throughput * sum(slots) if goodput is None else float(goodput[-1])
+        return todo / best if best > 0 else None
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
         self._machines.stop(grant_ids)

@@ -192,8 +192,12 @@ class Machines:
 
     def _no_pool(self) -> str:
         asked = self.definition
+        if asked.budget is not None and all(offer.price is None for offer in self.offers()):
+            return f"no price is known, so that --budget {asked.budget:g} allows none"
         if asked.budget is not None:
             return f"every pool would exceed --budget {asked.budget:g} an hour"
+        if asked.spot and not any(offer.spot for offer in self.offers()):
+            return f"there are no spot machines of type {', '.join(asked.types)}"
         return f"no pool has the types {', '.join(asked.types)}"
 
     def _throttled_words(self) -> str:
@@ -223,7 +227,11 @@ class Machines:
 
     def _affordable(self, offer: Offer, held: Sequence[Machine]) -> int:
         """Return how many machines of a pool the budget allows beside those held."""
-        if self.definition.budget is None or not offer.price:
+        if self.definition.budget is None:
+            return self.definition.most
+        if offer.price is None:
+            return 0  # nobody knows what it would cost
+        if offer.price == 0:
             return self.definition.most
         spent = sum(each.offer.price or 0.0 for each in held)
         return math.floor((self.definition.budget - spent) / offer.price + 1e-9)

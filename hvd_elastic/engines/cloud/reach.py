@@ -44,8 +44,8 @@ class Reach:
         )
         self.unfit: set[str] = set()
         """Machines that will never be able to train, by id."""
-        self._known: set[str] = set()
-        """Machines whose host key was checked, by id."""
+        self._trusted = CloudFolder(definition.name).path / "trusted"
+        """Machines whose host key was accepted once, by id: another key is refused from then on."""
         self._preparing: dict[str, subprocess.Popen[bytes]] = {}
         """Commands that prepare machines, by id; they stay when they have ended."""
 
@@ -76,9 +76,10 @@ class Reach:
 
         def visit(host: Host, stopper: Stopper) -> None:
             machine = by_name[host.name]
-            if machine.id not in self._known:
+            if not (self._trusted / machine.id).exists():
                 self._trust(host)
-                self._known.add(machine.id)
+                self._trusted.mkdir(mode=0o700, exist_ok=True)
+                (self._trusted / machine.id).touch()
             with connect(host, self.options) as connection:
                 stopper.add_action(connection.close)
                 renew_lease(connection, lease_s)

@@ -264,6 +264,16 @@ def test_a_budget_bounds_the_price_of_all_machines(folder, said) -> None:
         machines.start(1, held, 1)
 
 
+def test_a_budget_allows_no_machine_whose_price_nobody_knows(folder, said, monkeypatch) -> None:
+    cloud = Cloud()
+    change(folder, budget=100.0)
+    unknown = [replace(offer, price=None) for offer in POOLS]
+    monkeypatch.setattr(cloud, "offers", lambda *_: unknown)
+    with pytest.raises(CapacityError, match="no price is known"):
+        machines_of(folder, cloud, said).start(1, (), 1)
+    assert not cloud.orders
+
+
 def test_refused_credentials_end_the_search_at_once(folder, said) -> None:
     cloud = Cloud()
     cloud.refusals[POOLS[0].name] = CredentialsError("expired")

@@ -283,6 +283,23 @@ def test_another_node_is_asked_for_before_one_goes_that_drains_or_is_at_risk(
     assert fixed.hosts() == ("node0", "node8", "node9")
 
 
+@pytest.mark.parametrize(
+    ("used", "waiting", "elastic", "asked"),
+    [
+        ((), False, False, 0),
+        (("node0",), False, False, 0),
+        (("node0",), False, True, 1),
+        ((), True, False, 1),
+    ],
+)
+def test_a_cluster_asks_for_more_while_jobs_wait_or_can_use_more(
+    goodput: Setting, used: tuple[str, ...], waiting: bool, elastic: bool, asked: int
+) -> None:
+    goodput.growth.note_use(used, (), 0.0, waiting=waiting, elastic=elastic)
+    goodput.growth.look_at_grants(0.0)
+    assert len(goodput.queue.pending) == asked
+
+
 def test_the_wanted_number_of_processes_limits_the_nodes(tmp_path: Path) -> None:
     setting = Setting(tmp_path, replace(SPEC, np=3))
     setting.growth.look_at_grants(0.0)
