@@ -100,7 +100,7 @@ $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic
 # Slurm comes from the system's packages, Spark and Ray are extras; the tests build Kubernetes.
 $(ENGINES): $(HOROVOD)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
-		--extras "$(ALL_EXTRAS),spark,ray,kubernetes" --engines
+		--extras "$(ALL_EXTRAS),spark,ray,kubernetes,moto" --engines
 	@touch $@
 
 $(TRAINERS): $(HOROVOD)

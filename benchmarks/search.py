@@ -252,7 +252,7 @@ class Search(ABC):
     def share(self, training: Sequence[TrialInTime], now: float) -> Mapping[str, Assignment]:
         """Return the slots of the trials that train: as many for each, those that run first."""
         if not self.setting.slots:
-            jobs = as_jobs(training, RESCALE_S, tells_length=True)
+            jobs = as_jobs(training, RESCALE_S, tells_length=False)  # a search states none
             return decide_slots(jobs, HOSTS, now) if jobs else {}
         order = sorted(training, key=lambda job: (not job.held, -job.priority))
         chosen = [job.name for job in order[: SLOTS // self.setting.slots]]

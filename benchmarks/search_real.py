@@ -75,12 +75,12 @@ def search_ray(
     """Search with Ray Tune; return when that began and ended."""
     ray = VirtualRay(bed, folder / "ray", slots=SLOTS, cpus=SLOTS)
     ray.use(bed.hosts)
-    ray.up()
     program = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "python"]
     program += [str(_PEERS / "search_tune.py"), str(data), str(reports)]
     program += [",".join(RATES), ",".join(WIDTHS), str(epochs)]
     command = ray.words("exec", "--cwd", str(ROOT), "--", *program)
     try:
+        ray.up()
         return _run(command, {"HVD_ELASTIC_HOME": str(ray.home)}, folder)
     finally:
         ray.call("down")

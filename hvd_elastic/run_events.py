@@ -484,11 +484,13 @@ class Warned(RunEvent, tag="warning"):
     """A problem that does not stop the run.
 
     ``unusable_host``: no agent can be started there; ``fatal``: another try is useless.
+    ``host_at_risk``: the cloud may take this host away soon.
     """
 
     message: str
     unusable_host: str = ""
     fatal: bool = False
+    host_at_risk: str = ""
 
 
 class RunFinished(RunEvent, tag="run_finished"):

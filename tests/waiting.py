@@ -1,9 +1,10 @@
-"""Waits in tests for what other processes and threads do."""
+"""Waits in tests for what other processes and threads do, and a clock that does not wait."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tests.paths import LIMIT_S
@@ -34,3 +35,13 @@ def until(
         assert ended is None, f"ended with {ended} before: {what}\n{said()}"
         assert time.monotonic() < deadline, f"did not come true: {what}\n{said()}"
         time.sleep(0.02)
+
+
+@dataclass
+class Clock:
+    """Stands still until a test moves it."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now

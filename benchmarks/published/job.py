@@ -221,8 +221,8 @@ class KnownJob(SimulatedJob):
             most = min(limits.max_atomic_batch_size or math.inf, limits.max_batch_size)
             sizes = np.unique(np.rint(np.geomspace(limits.min_atomic_batch_size, most, 6)))
             seen = []
-            for slots in 2 ** np.arange(application.most_slots.bit_length()):
-                whole, rest = divmod(int(slots), self.per_host)
+            for slots in (2**power for power in range(application.most_slots.bit_length())):
+                whole, rest = divmod(slots, self.per_host)
                 placement = (self.per_host,) * whole + (rest,) * (rest > 0)
                 for size in map(int, sizes):
                     step, sync = application.step_times(placement, size)

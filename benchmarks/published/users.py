@@ -127,8 +127,8 @@ def use_of_shares(
             continue
         contended_s += each.seconds
         shares = fair_slots(could_use, {user: weights[user] for user in could_use}, held.total())
-        for user, slots in shares.items():
+        for user, share in shares.items():
             used[user] += each.seconds * held[user]
-            fair[user] += each.seconds * slots
+            fair[user] += each.seconds * share
     parts = [used[user] / fair[user] - 1 for user in weights if fair[user]] or [0.0]
     return UseOfShares(max(0.0, -min(parts)), max(0.0, *parts), contended_s / 3600)

@@ -324,8 +324,8 @@ class Agent:
             self._hurry.set()
             self._lose_leader()
 
-    def _warn(self, text: str) -> None:
-        self._tell(msg.AgentWarning(text))
+    def _warn(self, text: str, at_risk: bool = False) -> None:
+        self._tell(msg.AgentWarning(text, at_risk))
 
     def _give_notice(self, cause: str, leave_in_s: float) -> None:
         self._tell(msg.Notice(cause, round(leave_in_s, 1)))
@@ -502,7 +502,8 @@ class Agent:
             self._start_task(self._preemption.watch())
         if hello.preemption:
             variables = {**os.environ, **hello.env}
-            cloud = CloudWatch(hello.preemption, variables, self._give_notice, self._warn)
+            told = (self._give_notice, self._warn, functools.partial(self._warn, at_risk=True))
+            cloud = CloudWatch(hello.preemption, variables, *told)
             self._start_task(cloud.watch())
 
     def _end_unused(self, why: str, status: int = 1) -> None:

@@ -24,6 +24,7 @@ SECTIONS = {
         "run": ("runs.run:run", "Train a script over a hostfile."),
         "slurm": ("engines.slurm:slurm", "Submit a run to Slurm."),
         "k8s": ("engines.kubernetes:k8s", "Submit a run to Kubernetes."),
+        "cloud": ("engines.cloud:cloud", "Start machines of a cloud, and end them."),
         "stop": ("runs.control:stop", "End a run cleanly."),
         "scale": ("runs.control:scale", "Set the number of workers of a run."),
         "debug": ("runs.control:debug", "Join a worker that stands at breakpoint()."),

@@ -44,6 +44,7 @@ class StopCause(enum.Enum):
     HANGUP = "SIGHUP"
     COMMAND = "stop command"
     ALLOCATION = "the allocation of its hosts has ended"
+    MACHINES = "the time of its machines is over"
 
 
 class _ScriptCause(enum.Enum):

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Hostfile
+from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 
 INSIDE = {"slurm": "the nodes of this Slurm allocation"}
@@ -31,6 +32,9 @@ class HostSource(Protocol):
             HvdElasticError: there is none, or it cannot be used.
         """
 
+    def adapt(self, spec: RunSpec) -> RunSpec:
+        """Return the specification of a run with what reaching its hosts takes."""
+
     def lead(
         self, folder: RunFolder, environment: Mapping[str, str]
     ) -> AbstractContextManager[Engine]:
@@ -40,8 +44,20 @@ class HostSource(Protocol):
         """Return the environment without variables that are right for this host alone."""
 
 
+CLOUD = "cloud:"
+"""What the engine of a run on machines of a cloud begins with; the name of the cloud follows."""
+
+
 def engine_named(name: str) -> HostSource:
-    """Return an engine of :data:`INSIDE`, or ``kubernetes``, which has a command of its own."""
+    """Return an engine of :data:`INSIDE`, ``kubernetes``, or a cloud such as ``cloud:lab``.
+
+    Raises:
+        HvdElasticError: this computer knows no such cloud.
+    """
+    if name.startswith(CLOUD):
+        from hvd_elastic.engines.cloud.engine import CloudSource
+
+        return CloudSource(name.removeprefix(CLOUD))
     if name == "kubernetes":
         from hvd_elastic.engines.kubernetes.engine import KubernetesSource
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,14 @@ from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, take_events
-from hvd_elastic.run_events import AgentStarted, HostLost, ReadEvent
+from hvd_elastic.run_events import (
+    AgentStarted,
+    HostDraining,
+    HostLost,
+    HostReturned,
+    ReadEvent,
+    Warned,
+)
 
 START_S = 60.0
 """Least time that a host must be there before it is left again [s]: workers have to start."""
@@ -148,6 +155,10 @@ class Growth:
         """Hosts that the run has left or not taken, by grant, until they end."""
         self._lost: dict[str, float] = {}
         """When hosts were lost, by name [monotonic s]."""
+        self._draining: set[str] = set()
+        """Hosts that the run is leaving, for which others are asked at once."""
+        self.at_risk: set[str] = set()
+        """Hosts that a cloud may take away soon: others are asked for before they go."""
         self._unused: dict[str, float] = {}
         """Since when hosts are unused, by name [monotonic s]."""
         self._pause_s = 5 * limits.give_back_after_s
@@ -161,6 +172,34 @@ class Growth:
                 self._lost.setdefault(host, now)
             case AgentStarted(host=host):
                 self._lost.pop(host, None)
+                self._draining.discard(host)  # of the same name as one that was drained
+            case HostDraining(host=host):
+                self._draining.add(host)
+            case HostReturned(host=host):
+                self._draining.discard(host)
+            case Warned(host_at_risk=host) if host:
+                self.at_risk.add(host)
+
+    def note_use(
+        self,
+        used: Collection[str],
+        lost: Collection[str],
+        now: float,
+        *,
+        waiting: bool,
+        elastic: bool,
+    ) -> None:
+        """Take what a cluster of jobs uses, in place of the events of a run.
+
+        Args:
+            used: hosts on which jobs have processes.
+            lost: hosts that cannot be used.
+            waiting: whether jobs wait, so that no host counts as unused.
+            elastic: whether jobs may use further hosts.
+        """
+        self._lost = {name: self._lost.get(name, now) for name in lost}
+        self.run.generation_hosts = self._names(now) if waiting else [*used]
+        self.run.size = int(waiting or elastic)
 
     def adopt(self) -> None:
         """Take the hosts into the run that its last leader has left.
@@ -211,7 +250,7 @@ class Growth:
                 self._cancel(grant, _nearly_over(grant))
             elif grant.host in ending:
                 pass  # it is taken when the other grant of the same host has ended
-            elif grant.host in self._names(now):
+            elif grant.host in self._names(now) or grant.host in self._draining:
                 # Two that waited were granted on one host, which has room for both.
                 self._cancel(grant, f"{grant.host} is in the run already")
             else:
@@ -236,6 +275,8 @@ class Growth:
         host = self._joined.pop(grant_id)
         self._lost.pop(host, None)
         self._unused.pop(host, None)
+        self._draining.discard(host)
+        self.at_risk.discard(host)
         self._leaving[grant_id] = host
         self._tell(f"the run leaves {host}: {why} ({self._name(grant_id)})")
         self._owner.leave_host(grant_id)
@@ -245,11 +286,22 @@ class Growth:
         self._unused = {name: self._unused.get(name, now) for name in unused}
 
     def _names(self, now: float) -> list[str]:
-        """Return the hosts of the run, without those that it began with and that stay lost."""
-        return [*self._of_first(now), *self._joined.values()]
+        """Return the hosts of the run that stay: neither drained nor lost for good at its start."""
+        return [*self._of_first(now), *self._staying.values()]
+
+    @property
+    def _staying(self) -> dict[str, str]:
+        """Further hosts in the run that it will keep, by grant."""
+        going = self._draining | self.at_risk
+        return {each: host for each, host in self._joined.items() if host not in going}
 
     def _of_first(self, now: float) -> list[str]:
-        return [name for name in self.first if now - self._lost.get(name, now) < _LOST_S]
+        return [
+            name
+            for name in self.first
+            if now - self._lost.get(name, now) < _LOST_S
+            and name not in self._draining | self.at_risk
+        ]
 
     # -- how many --------------------------------------------------------------------------
 
@@ -268,7 +320,7 @@ class Growth:
                 found.append(grant_id)
                 self._not_before = now + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        kept = [grant_id for grant_id in self._joined if grant_id not in found]
+        kept = [grant_id for grant_id in self._staying if grant_id not in found]
         return found + kept[self.wanted(now) :]
 
     def wanted(self, now: float) -> int:
@@ -278,7 +330,7 @@ class Growth:
         processes = self.run.scaled_to or self._spec.np or self._spec.max_np
         if self._spec.policy != "fixed":
             uses_all = self.run.size > 0 and not self._unused and now >= self._not_before
-            in_use = first + len(self._joined) + uses_all
+            in_use = first + len(self._staying) + uses_all
             limit = min(limit, max(in_use, self._limits.least))
         elif processes is not None:
             all_processes = processes + self._spec.spares
@@ -288,7 +340,7 @@ class Growth:
     def _ask_for_more(self, grants: list[Grant], now: float) -> None:
         pending = [grant for grant in grants if not grant.runs]
         coming = [grant for grant in grants if grant.grant_id not in self._joined]
-        missing = self.wanted(now) - len(self._joined) - len(coming)
+        missing = self.wanted(now) - len(self._staying) - len(coming)
         for grant in pending[: max(0, -missing)]:
             self._owner.cancel([grant.grant_id])
             word, name = self._owner.host_word, self._name(grant.grant_id)
@@ -318,13 +370,29 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
         warn: called once with each reason for which it cannot grow for now.
     """
     follower = folder.follow_events()
+
+    def note() -> None:
+        for event in follower.poll():
+            growth.read_event(event, time.monotonic())
+
+    with asking(growth, note, warn):
+        yield
+
+
+@contextlib.contextmanager
+def asking(growth: Growth, note: Callable[[], None], warn: Callable[[str], None]) -> Iterator[None]:
+    """Ask for hosts and give them back until the end of the block.
+
+    Args:
+        note: called before each look, to tell ``growth`` what is used.
+        warn: called once with each reason for which nothing can be asked for now.
+    """
     said = ""
 
     def look() -> bool:
         nonlocal said
         try:
-            for event in follower.poll():
-                growth.read_event(event, time.monotonic())
+            note()
             growth.look_at_grants(time.monotonic())
             said = ""
         except (RunError, OSError) as error:  # tried again at the next look

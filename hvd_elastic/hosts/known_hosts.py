@@ -170,6 +170,25 @@ def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
         file.write(torn + b"".join(lines))
 
 
+def forget(path: Path, name: str) -> None:
+    """Turn the lines about a host of a known_hosts file into comments.
+
+    Only the first byte of each is written, so that nobody reads a part of the file meanwhile.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        at = 0
+        for line in file.read().splitlines(keepends=True):
+            known = _parse_line(line.decode(errors="replace"), path, 0)
+            if known is not None and known.matches(name):
+                file.seek(at)
+                file.write(b"#")
+            at += len(line)
+
+
 def _state_of(path: Path) -> tuple[int, ...] | None:
     """Return values that change whenever the file's content changes; None if it is unreadable."""
     try:

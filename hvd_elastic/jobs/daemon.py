@@ -496,10 +496,14 @@ class Daemon:
         """Find the hosts on which jobs can start nothing; warn of those that are new."""
         known = self._barred.causes
         begun = ((job, self._runs.progress(job).hosts) for job in jobs if job.attempts)
-        self._barred = BarredHosts(begun, self._health.lost, now)
+        self._barred = BarredHosts(begun, self._hosts.listed.keys() - self._health.lost.keys(), now)
+        new: dict[int | None, list[str]] = {}
         for (user, host), cause in self._barred.causes.items():
             if (user, host) not in known:
-                self._record.warn(barred_words(host, user, one_line(cause)))
+                told = barred_words(host, user, one_line(cause, 300))
+                new.setdefault(user, []).append(told)
+        for user, texts in new.items():
+            self._runs.warn_of(user, "; ".join(texts))
 
     def _candidate(self, job: Job, allowed: frozenset[str] | None) -> Candidate:
         if barred := self._barred.of(job):

@@ -172,7 +172,7 @@ class BarredHosts:
 
     Args:
         jobs: jobs that have begun, and the hosts of their runs.
-        lost: hosts that nobody can use.
+        usable: hosts that others can use.
         now: present time [Unix s].
 
     Attributes:
@@ -180,7 +180,7 @@ class BarredHosts:
     """
 
     def __init__(
-        self, jobs: Iterable[tuple[Job, RunHosts]], lost: Collection[str], now: float
+        self, jobs: Iterable[tuple[Job, RunHosts]], usable: Collection[str], now: float
     ) -> None:
         self._of_job: dict[int, Collection[str]] = {}
         found: dict[tuple[int | None, str], str] = {}
@@ -188,7 +188,7 @@ class BarredHosts:
         for job, hosts in jobs:
             user = job.request.user
             used |= {(user, host) for host in hosts.used}
-            if barred := {h: why for h, why in hosts.barred(now).items() if h not in lost}:
+            if barred := {h: why for h, why in hosts.barred(now).items() if h in usable}:
                 self._of_job[job.number] = barred.keys()
                 found |= {(user, host): cause for host, cause in barred.items()}
         self.causes = {whose: found[whose] for whose in found if whose not in used}

@@ -85,7 +85,7 @@ class JobRuns:
     ) -> None:
         self._place = place
         self._ssh_config = ssh_config
-        self._keepers = Keepers(place, begin_leader, server, self.receive, self._warn_of)
+        self._keepers = Keepers(place, begin_leader, server, self.receive, self.warn_of)
         self._warn = warn
         self._warned_at: dict[int, float] = {}
         """When it was last warned of each other user's keeper [s, monotonic]."""
@@ -101,7 +101,7 @@ class JobRuns:
         self._note_moved()
         for user, message in told:
             if isinstance(message, Trouble):
-                self._warn_of(user, message.message)
+                self.warn_of(user, message.message)
                 continue
             run = self._runs.get(message.run_id, _Run())
             if run.is_followed and run.user == user:
@@ -122,7 +122,7 @@ class JobRuns:
                 message.last_line = message.last_line[:_MOST_TEXT]
                 run.news = message
 
-    def _warn_of(self, user: int | None, text: str) -> None:
+    def warn_of(self, user: int | None, text: str) -> None:
         """Warn of a keeper; of another user's once a minute, since that user decides how often."""
         if user is None:
             self._warn(one_line(text))

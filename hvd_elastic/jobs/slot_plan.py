@@ -98,7 +98,7 @@ def plan_slots(
     first = waiting
     if shares is not None:
         choose, first = shares.policy(choose), in_turn(waiting, running, shares.weights)
-    first, kept_off = _keep_slots(first, running, hosts, now)
+    reserved, first, kept_off = _keep_slots(first, running, hosts, now)
     asked = {each.hosts for each in [*candidates, *first]}
     parts = {names: _Part.of(hosts, names) for names in asked}
     considered = [each for each in running if parts[each.hosts].capacity]
@@ -109,7 +109,8 @@ def plan_slots(
             like_it[each.hosts] += 1
             considered.append(each)
     jobs = {
-        str(each.job.number): _as_policy_job(each, parts[each.hosts], now) for each in considered
+        str(each.job.number): _as_policy_job(each, parts[each.hosts], reserved, now)
+        for each in considered
     }
     decided = choose(list(jobs.values()), hosts, now)
     plan = Plan({}, {}, {})
@@ -156,7 +157,7 @@ def _keep_slots(
     running: Sequence[Candidate],
     hosts: Sequence[policy.HostSlots],
     now: float,
-) -> tuple[list[Candidate], dict[int, str]]:
+) -> tuple[frozenset[str], list[Candidate], dict[int, str]]:
     """Keep slots for jobs that need several at once: plain commands after them may not have these.
 
     A plain command never makes room, so a job would wait for ever behind an endless row of them.
@@ -167,7 +168,8 @@ def _keep_slots(
         first: waiting jobs in their order.
 
     Returns:
-        The waiting jobs, with the hosts that are left to them, and why the others have to wait.
+        The hosts on which slots are kept, the waiting jobs with the hosts that are left to them,
+        and why the others have to wait.
     """
     every = frozenset(host.name for host in hosts)
     bound = [each.job for each in running if each.job.request.kind is JobKind.PLAIN]
@@ -197,7 +199,7 @@ def _keep_slots(
             if least <= capacity:
                 reserved.append(_Reserved(job, names, spare, starts_at))
         left.append(each)
-    return left, kept_off
+    return frozenset().union(*(own.hosts for own in reserved)), left, kept_off
 
 
 @dataclass
@@ -433,8 +435,16 @@ def _at_most_linear(goodput: np.ndarray) -> np.ndarray:
     return np.asarray(np.minimum(goodput, goodput[known[0]] * slots / known[0]))
 
 
-def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
-    """Return what the policy sees of a job; ``part``: the hosts that it may have."""
+def _as_policy_job(
+    candidate: Candidate, part: _Part, reserved: frozenset[str], now: float
+) -> policy.Job:
+    """Return what the policy sees of a job.
+
+    Args:
+        part: the hosts that it may have.
+        reserved: hosts on which slots are kept for others, so that it has no turn there: they would
+            wait for ever behind an endless row of jobs that end within a turn.
+    """
     job, measured = candidate.job, candidate.measured
     per_host, capacity = part.per_host, part.capacity
     request = job.request
@@ -462,6 +472,7 @@ def _as_policy_job(candidate: Candidate, part: _Part, now: float) -> policy.Job:
     timed = 0 if measured is None else measured.slots
     takes, most = most, min(most, max(request.min_np, _GROWTH * timed, 1))
     turn_over = job.started_at is None or now - job.started_at >= _LEAST_TURN_S
+    turn_over |= not reserved.isdisjoint(job.held)
     return policy.Job(
         str(job.number),
         job.submitted_at,

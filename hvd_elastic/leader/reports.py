@@ -98,8 +98,9 @@ class Reports:
                 self._executor.pass_on(entry, host)
             case msg.Notice():
                 self._notices.append((time.monotonic(), host, message))
-            case msg.AgentWarning(message=text):
-                self._run.journal.warn(f"host {host}: {text}")
+            case msg.AgentWarning(message=text, at_risk=at_risk):
+                risk = host if at_risk else ""
+                self._run.journal.emit(Warned(f"host {host}: {text}", host_at_risk=risk))
             case msg.HostSampled(sample=sample):
                 self._run.journal.emit(sample)
             case msg.HardwareJudged(faults=faults):

@@ -113,7 +113,7 @@ class Resumption:
                 f"--resume {self.run_id} runs the command it was started with; leave it out"
             )
         spec = RunSpec.from_dict(folder.read_run(), self.run_id)
-        if spec.engine is not None and spec.engine not in inside:
+        if spec.engine is not None and spec.engine.partition(":")[0] not in inside:
             raise RunError(
                 f"run {self.run_id} was led by a program on {spec.engine}, which alone can give it "
                 "hosts: run that program again"

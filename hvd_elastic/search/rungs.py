@@ -22,8 +22,9 @@ from hvd_elastic.search.trials import Decision, Point, Rules, Trial, TrialStatus
 
 _HIGHER = 1.5
 """Priority of a trial relative to one that has reached one rung less: it has proved to be good."""
-_BEST = 1.25
-"""Priority of the best trial of a rung relative to the last one that goes on from there."""
+_BEST = 2.0
+"""Priority of the best of the trials that go on from a rung, by their newest reports, relative to
+the last one: what has fallen behind since the rung, or diverged, takes no slots from the others."""
 _SETTLED_S = 30.0
 """Time after a trial has reached a rung until which slots move [s]."""
 
@@ -186,6 +187,8 @@ class _Standing:
         self._reached = {number: len(each) for number, each in times.items()}
         self.risen_at = max((at for each in times.values() for at in each), default=0.0)
         self._rungs: list[_Rung] = []
+        self._climbing: dict[int, list[int]] = {}
+        """Trials that go on by rungs that they have reached, the best newest report first."""
         for rung, examples in enumerate(rules.rung_examples):
             scores = _scores(rules, trials, examples)
             ranked = sorted(scores, key=lambda number: (-scores[number], number))
@@ -195,6 +198,9 @@ class _Standing:
             )
             best = len(ranked) // rules.reduction
             self._rungs.append(_Rung(ranked, best if may_come else max(best, 1)))
+        climbing = [trial for trial in trials if trial.points and self.goes_on(trial)]
+        for trial in sorted(climbing, key=lambda each: -rules.score(each.points[-1].value)):
+            self._climbing.setdefault(self._reached[trial.number], []).append(trial.number)
 
     def is_done(self, trial: Trial) -> bool:
         """Return whether a trial has reached the last rung."""
@@ -216,7 +222,8 @@ class _Standing:
         reached = self._reached[trial.number]
         if reached == 0:
             return 1.0
-        worse = self._place(trial) / max(self._rungs[reached - 1].best, 1)
+        climbing = self._climbing[reached]
+        worse = climbing.index(trial.number) / len(climbing)
         return round(_HIGHER**reached * _BEST ** (1 - worse), 2)
 
     def reason(self, trial: Trial) -> str:

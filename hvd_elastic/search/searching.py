@@ -38,7 +38,7 @@ from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.search.progress import TrialProgress
 from hvd_elastic.search.rungs import decide, judged_value, rank_trials, rungs_reached
 from hvd_elastic.search.space import fill
-from hvd_elastic.search.study import Study
+from hvd_elastic.search.study import Study, StudyError
 from hvd_elastic.search.trials import Decision, Trial, TrialStatus
 
 _ALL_FAIL = 3
@@ -98,7 +98,7 @@ class Search:
 
         Raises:
             RunError: it has ended since all trials fail, or none reports the metric; or the daemon
-                refuses the trials.
+                refuses the trials, or the journal cannot be read.
         """
         try:
             self.look(now)
@@ -109,13 +109,14 @@ class Search:
             sizes = asked.min_np, asked.max_np
             decision = decide(self.trials, definition.rules, slots, now, *sizes)
             self.reasons |= decision.reasons
-            if len(self._ended) >= _ALL_FAIL:
+            has_trained = any(trial.points or trial.examples for trial in self.trials)
+            if len(self._ended) >= _ALL_FAIL and not has_trained:
                 self._failure = self._failure or self._common_failure(self._ended)
             why = "stopped by its user" if self.study.stop_request.exists() else decision.finished
             if why or self._failure:
                 return self._finish(why)
             self._act(decision)
-        except RefusedError:
+        except (RefusedError, StudyError):
             raise
         except RunError as error:  # the daemon is not there, or its queue cannot be read
             if str(error) != self._trouble:
@@ -208,10 +209,8 @@ class Search:
         return trial
 
     def _common_failure(self, ended: Sequence[Trial]) -> str:
-        """Return why the study fails: all that have ended have failed, none trains; empty: no."""
+        """Return why all trials that have ended have failed; empty: they have not."""
         if not ended or any(trial.status is not TrialStatus.FAILED for trial in ended):
-            return ""
-        if any(trial.points or trial.examples for trial in self.trials):
             return ""
         causes = Counter(_NUMBER.sub("#", trial.reason) for trial in ended)
         cause, times = causes.most_common(1)[0]
@@ -234,15 +233,16 @@ class Search:
                 self.study.end_trial(replace(trial, status=TrialStatus.STOPPED, reason=why))
         if self.study.stop_request.exists():
             return why
-        failed = [trial for trial in self.trials if trial.status is TrialStatus.FAILED]
-        if failure := self._failure or self._common_failure(failed):
-            raise RefusedError(failure)
-        if not any(math.isfinite(judged_value(definition.rules, t)) for t in self.trials):
-            raise RefusedError(
-                f"the study has ended ({why}), and no trial has reported a number for "
-                f"{definition.metric}. See: hvd-elastic search show {self.study.name}"
-            )
-        return why
+        if self._failure:
+            raise RefusedError(self._failure)
+        if any(math.isfinite(judged_value(definition.rules, trial)) for trial in self.trials):
+            return why
+        ended = [trial for trial in self.trials if trial.status is not TrialStatus.STOPPED]
+        raise RefusedError(
+            self._common_failure(ended)
+            or f"the study has ended ({why}), and no trial has reported a number for "
+            f"{definition.metric}. See: hvd-elastic search show {self.study.name}"
+        )
 
     # -- acting ----------------------------------------------------------------------------
 

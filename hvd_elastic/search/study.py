@@ -393,8 +393,12 @@ class _NoStudyYetError(Exception):
     """The journal has no study: its writer has just begun."""
 
 
-def _unreadable(path: Path, why: str) -> RunError:
-    return RunError(
+class StudyError(RunError):
+    """A file of a study cannot be read."""
+
+
+def _unreadable(path: Path, why: str) -> StudyError:
+    return StudyError(
         f"{path} cannot be read ({why}). Remove the folder, or search under another name"
     )
 

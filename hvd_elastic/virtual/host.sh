@@ -116,7 +116,47 @@ for book in wtmp btmp lastlog; do
     fi
 done
 
+# What would shut this machine down ends the host instead. The programs may be links to systemctl,
+# which is then hidden as well, except for its other commands.
+cat > /run/virtclust.power <<'END'
+#!/bin/sh
+# shutdown [-h|-P] [now|+MINUTES], shutdown -c, poweroff, halt, systemctl poweroff|halt
+verb=${0##*/}
+if [ "$verb" = systemctl ]; then
+    case ${1-} in poweroff | halt | reboot) verb=$1 ;; *) exec /run/virtclust.systemctl "$@" ;; esac
+fi
+minutes=0
+[ "$verb" != shutdown ] || minutes=1
+for word in "$@"; do
+    case $word in
+    now) minutes=0 ;;
+    +*) minutes=${word#+} ;;
+    -c) [ ! -f /run/virtclust.shutdown ] || kill "$(cat /run/virtclust.shutdown)"; exit ;;
+    -r | --reboot) verb=reboot ;;
+    esac
+done
+if [ "$verb" = reboot ]; then
+    echo "a virtual host does not reboot; on its machine: virtclust crash HOST; virtclust boot HOST" >&2
+    exit 1
+fi
+setsid sh -c 'echo $$ > /run/virtclust.shutdown; sleep "$1"; kill -TERM 1' - "$((minutes * 60))" \
+    < /dev/null > /dev/null 2>&1 &
+END
+chmod 755 /run/virtclust.power
+for program in systemctl shutdown poweroff halt reboot; do
+    for path in "/usr/sbin/$program" "/sbin/$program" "/usr/bin/$program" "/bin/$program"; do
+        [ -e "$path" ] || continue
+        if [ "$program" = systemctl ] && [ ! -e /run/virtclust.systemctl ]; then
+            : > /run/virtclust.systemctl
+            mount -n --bind "$path" /run/virtclust.systemctl
+        fi
+        cmp -s /run/virtclust.power "$path" || mount -n --bind /run/virtclust.power "$path"
+    done
+done
+[ ! -e /proc/sysrq-trigger ] || mount -n --bind /dev/null /proc/sysrq-trigger
+
 echo ready
+trap 'exit 0' TERM # of a program that shuts the host down
 exec < /dev/null > /run/virtclust/host.log 2>&1
 while :; do
     "$VC_SSHD" -D -f /run/virtclust/sshd_config -E /run/virtclust/sshd.log &

@@ -338,10 +338,15 @@ class Namespaces:
 
     def _end_host(self, host: str) -> None:
         first = self._first_process(host)
-        if first is not None:
+
+        def find() -> list[Process]:
             # With its PID 1 the kernel ends a process namespace, so all processes end at once.
-            kill_all(lambda: _processes_beside(first) if is_alive(first) else (), f"host {host}")
-        kill_all(lambda: marked_processes(self.folder, host), f"host {host}")
+            # PID 1 ends when all others are reaped, so nsenter, which stops with its child, has to
+            # be killed too: it is outside of the namespace, and marked.
+            beside = _processes_beside(first) if first is not None and is_alive(first) else []
+            return [*beside, *marked_processes(self.folder, host)]
+
+        kill_all(find, f"host {host}")
 
     def _wait_interface_gone(self, interface: str) -> None:
         # The kernel removes the interfaces of a dead namespace in the background.

@@ -750,9 +750,13 @@ class HardwareJudged(_FromAgent, tag="hardware"):
 
 
 class AgentWarning(_FromAgent, tag="warning"):
-    """A problem on the host that does not stop training."""
+    """A problem on the host that does not stop training.
+
+    ``at_risk``: the cloud may take the host away soon, without a notice so far.
+    """
 
     message: str
+    at_risk: bool = False
 
 
 class WorkerSaid(_FromAgent, tag="worker"):

@@ -289,9 +289,7 @@ class RunningJob:
             assert time.monotonic() < end, f"{what}: not in {deadline_s:g} s; {self.story()}"
             time.sleep(POLL_S)
 
-    def wait_event(
-        self, kind: str, since: int, deadline_s: float = DEADLINE_S, **fields: Any
-    ) -> Any:
+    def wait_event(self, kind: str, since: int, **fields: Any) -> Any:
         """The first event of a kind, with these fields, since a mark."""
 
         def find() -> Record | None:

@@ -219,7 +219,7 @@ def _refuses_mistakes(local: Cluster) -> None:
         (("submit", "--after", "ok:77", "--", "sleep", 1), 2, "there is no job '77'"),
         (("submit", "--array", "9-0", "--", "sleep", 1), 2, "the range '9-0' is empty"),
         (("up", local.hostfile, "--name", "test", "--detach"), 1, "has a daemon already"),
-        (("cancel", 1), 1, "job 1 (first-1-"),
+        (("cancel", 2), 1, "job 2 (first-2-"),
     ):
         done = local.call(*arguments, check=False)
         assert (done.returncode, said in done.stderr) == (status, True), done.stderr

@@ -103,7 +103,7 @@ def assert_exact(cluster: Cluster, number: int, printed: str) -> list[dict[str, 
     assert found["state"] == "ended"
     trials: list[dict[str, Any]] = found["trials"]
     assert len(trials) == number
-    assert {trial["status"] for trial in trials} <= {"done", "stopped"}, printed
+    assert {trial["status"] for trial in trials} <= {"done", "pruned"}, printed
     for trial in trials:
         if trial["points"]:
             audit = read_records(cluster.home / "runs" / trial["run_id"] / "audit.jsonl")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pwd
+import shutil
 import signal
 import socket
 import subprocess
@@ -826,3 +827,52 @@ def test_a_users_mistake_is_one_line(home: Path, words: list[str], status: int, 
     assert done.returncode == status
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("command", ["shutdown -h now", "poweroff", "systemctl poweroff"])
+def test_a_host_that_shuts_itself_down_is_off_and_boots_again(spaces, command):
+    if shutil.which(command.split()[0]) is None:
+        pytest.skip("this machine has no such program, and nothing that hosts have to be kept from")
+    first, second = spaces.hosts
+    done = log_in(spaces, first, f"{command}; sleep {LIMIT_S:g}")
+    assert done.returncode == 255, "the connection is closed"
+    deadline = time.monotonic() + LIMIT_S
+    while spaces.status(first) != "off":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert spaces.status(second) == "up"
+    spaces.boot(first)
+    assert log_in(spaces, first, "hostname").stdout.strip() == first
+
+
+@pytest.mark.root
+@pytest.mark.skipif(shutil.which("shutdown") is None, reason="this machine has no shutdown")
+def test_a_shutdown_may_be_later_and_be_cancelled_and_no_host_reboots(spaces):
+    host = spaces.hosts[0]
+    asked = "cat /run/virtclust.shutdown"
+    assert log_in(spaces, host, f"shutdown +5 && sleep 0.5 && {asked} && shutdown -c").stdout
+    assert log_in(spaces, host, f"kill -0 $({asked})").returncode == 1
+    for reboot in ("reboot", "shutdown -r now"):
+        refused = log_in(spaces, host, reboot)
+        assert refused.returncode == 1
+        assert "virtclust boot HOST" in refused.stderr
+    assert spaces.status(host) == "up"
+
+
+@pytest.mark.root
+def test_a_host_crashes_also_when_nsenter_has_stopped_with_its_process(spaces):
+    """As it does when it sees that its process is stopped, which is done before the kill."""
+    host = spaces.hosts[0]
+    with spaces.popen_on(host, ["sleep", "1000"]) as started:
+        deadline = time.monotonic() + LIMIT_S
+        while not (found := [*spaces.pids(host)]):
+            assert time.monotonic() < deadline
+        (sleeping,) = found
+        os.kill(sleeping, signal.SIGSTOP)
+        deadline = time.monotonic() + LIMIT_S
+        while psutil.Process(started.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        spaces.crash(host)
+        assert spaces.status(host) == "off"

@@ -18,7 +18,7 @@ from hvd_elastic.cli.app import SECTIONS
 from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.records.events import EVENT_TYPES
 from scripts import commands_doc
-from tests.paths import LIMIT_S, ROOT, WORKER_PYTHONPATH
+from tests.paths import ROOT, WORKER_PYTHONPATH
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("hvd-elastic", "runclust", "copyclust", "killclust", "checkclust", "virtclust")
@@ -257,30 +257,15 @@ def test_nothing_names_a_place_of_one_machine(page: Path) -> None:
 
 def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from hvd_elastic.checkpoint.manifests import complete_checkpoint
-    from hvd_elastic.checkpoint.shards import ShardInfo
-    from hvd_elastic.checkpoint.stream import new_shard
-    from hvd_elastic.checkpoint.writer import CheckpointWriter
     from hvd_elastic.torch.checkpoint import TorchContent
     from hvd_elastic.worker.progress import Progress
+    from tests.unit.checkpoint.written import write_alone
 
     state = {
         "objects": {"model": torch.nn.Linear(3, 2).state_dict()},
         "plain": {"bits": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)},
     }
-    content = TorchContent(state, set())
-    shard = new_shard(content, Progress(step=7), 0, 1)
-    assert shard is not None
-    done: list[ShardInfo] = []
-    writer = CheckpointWriter(
-        tmp_path,
-        finish=lambda _: None,
-        on_done=lambda written, _: done.append(written),
-        on_error=lambda error: pytest.fail(str(error)),
-    )
-    writer.start_shard(content, Progress(step=7), shard, set(), 0.0)
-    assert writer.flush(LIMIT_S)
-    manifest = complete_checkpoint(tmp_path, done, 1).path
+    manifest = write_alone(tmp_path, TorchContent(state, set()), Progress(step=7)).path
     text = read(ROOT / "docs" / "run-folder.md")
     (example,) = [f["body"] for f in _FENCE.finditer(text) if f["language"] == "python"]
     names: dict[str, Any] = {}

@@ -285,8 +285,8 @@ class CloudWatch:
         cloud: name of the cloud in :data:`CLOUDS`.
         environment: variables, of which one may hold the address of the service.
         on_notice: called with the cause and the seconds left when a notice arrives.
-        on_trouble: called with the reason if the service has not answered for a while, and with
-            what is no notice yet.
+        on_trouble: called with the reason if the service has not answered for a while.
+        on_risk: called with what is no notice yet.
     """
 
     def __init__(
@@ -295,7 +295,9 @@ class CloudWatch:
         environment: Mapping[str, str],
         on_notice: Callable[[str, float], None],
         on_trouble: Callable[[str], None],
+        on_risk: Callable[[str], None],
     ) -> None:
+        self._on_risk = on_risk
         self._cloud = CLOUDS[cloud]()
         self._name = cloud
         self._address = environment.get(self._cloud.variable) or _LINK_LOCAL
@@ -329,7 +331,7 @@ class CloudWatch:
                     self._on_notice(*notice)
                 warning = self._cloud.warning()
                 if warning and warning != told_warning:
-                    self._on_trouble(warning)
+                    self._on_risk(warning)
                 told_cause, told_warning = cause, warning
             await asyncio.sleep(_POLL_S)
 

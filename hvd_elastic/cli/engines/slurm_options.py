@@ -134,7 +134,16 @@ class SubmitOptions(RunOptions):
         return found
 
 
-NOT_HERE = ("hostfile", "inside", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
+NOT_HERE = (
+    "hostfile",
+    "inside",
+    "cloud",
+    "detach",
+    "ssh_config",
+    "mpi",
+    "pin_hosts",
+    "input_hosts",
+)
 """Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
 
 

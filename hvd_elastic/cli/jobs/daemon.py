@@ -41,7 +41,15 @@ def check_notify(command: str | None, held: str | None) -> None:
 
 
 def up(
-    hostfile: Annotated[Path, argument("hosts and their slots", "HOSTFILE")],
+    hostfile: Annotated[Path | None, argument("hosts and their slots", "HOSTFILE")] = None,
+    cloud: Annotated[
+        str | None,
+        option(
+            "instead of a hostfile: machines of this cloud, as the jobs need them (see: "
+            "hvd-elastic cloud up)",
+            metavar="NAME",
+        ),
+    ] = None,
     name: Annotated[
         str | None, option("name of the cluster (default: of the hostfile)", "--name")
     ] = None,
@@ -94,6 +102,8 @@ def up(
     Examples:
       hvd-elastic up hosts --detach
 
+      hvd-elastic up --cloud lab --detach
+
       hvd-elastic up hosts --group vision --place /srv/queue
 
       hvd-elastic submit -- python train.py
@@ -122,7 +132,16 @@ def up(
             "make faults up. hvd-elastic hosts shows them, and --notify tells of them"
         )
     held_s = None if notify_held is None else parse_duration("--notify-held", notify_held)
-    parse_hostfile(hostfile)  # an error is told before anything is made
+    if (hostfile is None) == (cloud is None):
+        raise UsageError("name the hosts of the cluster: hvd-elastic up HOSTFILE, or --cloud NAME")
+    if cloud is not None:
+        if place is not None:
+            raise UsageError("--cloud is not for a cluster that a group shares: leave it out")
+        hostfile, ssh_config = _hosts_of_cloud(cloud, ssh_config)
+        name = name or cloud
+    assert hostfile is not None
+    if cloud is None:
+        parse_hostfile(hostfile)  # an error is told before anything is made
     if (group is None) != (place is None):
         raise UsageError("a group shares a cluster in a folder: give --group and --place")
     if place is not None and name not in (None, place.name):
@@ -136,7 +155,10 @@ def up(
         if theirs.is_others:  # an operator asks for it
             _answer(ask_daemon(theirs, Pause(getpass.getuser() if pause else "")), as_json)
             return
-    _refuse_shared_hosts(name, hostfile)  # before it has a folder, which would count as a cluster
+    if cloud is None:
+        _refuse_shared_hosts(
+            name, hostfile
+        )  # before it has a folder, which would count as a cluster
     if place is None or group is None:
         folder = ClusterFolder.create(name)
     else:
@@ -150,7 +172,7 @@ def up(
     serve = functools.partial(
         _serve,
         *(folder, hostfile, config, POLICIES[policy], chosen),
-        *((notify or "", held_s), drain_unhealthy or ""),
+        *((notify or "", held_s), drain_unhealthy or "", cloud),
     )
     on_up = functools.partial(_tell_up, folder, hostfile, as_json)
     if detach:
@@ -179,13 +201,14 @@ def _serve(
     operators: Collection[int],
     notify: tuple[str, float | None],
     drains: str,
+    cloud: str | None,
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
     from hvd_elastic.cli.runs.run import begin_leader
     from hvd_elastic.jobs.daemon import Daemon
 
-    with place.lock():
+    with place.lock(), _machines(place, cloud, hostfile):
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
         daemon = Daemon(
@@ -196,6 +219,36 @@ def _serve(
         on_up()
         daemon.run()
     return 0
+
+
+def _hosts_of_cloud(name: str, ssh_config: Path | None) -> tuple[Path, Path | None]:
+    """Return where the hosts of a cluster on a cloud are written, and its ssh configuration.
+
+    Raises:
+        RunError: this computer knows no such cloud.
+    """
+    from hvd_elastic.engines.cloud.records import CloudFolder
+
+    folder = CloudFolder.open(name)
+    config = folder.read().ssh_config
+    if ssh_config is None and config is not None:
+        ssh_config = Path(config)
+    return folder.path / "cluster_hosts", ssh_config
+
+
+def _machines(
+    place: ClusterFolder, cloud: str | None, hostfile: Path
+) -> contextlib.AbstractContextManager[None]:
+    """Have the cluster ask for machines of a cloud, if it is on one."""
+    if cloud is None:
+        return contextlib.nullcontext()
+    from hvd_elastic.engines.cloud.cluster import cloud_cluster
+    from hvd_elastic.engines.cloud.records import CloudFolder
+
+    def tell(text: str) -> None:
+        print(f"cloud: {text}", file=sys.stderr, flush=True)
+
+    return cloud_cluster(place, CloudFolder.open(cloud), hostfile, tell)
 
 
 def _refuse_shared_hosts(name: str, hostfile: Path) -> None:

@@ -424,7 +424,7 @@ def best(
                 study.definition.metric,
                 f"{_short(found['value'])} at {found['value_examples']:,.0f} useful examples",
             ),
-            ("trained", f"{found['examples']:,.0f} useful examples, as what --get copies"),
+            ("trained", f"{found['examples']:,.0f} useful examples; --get copies this model"),
             *((each, str(value)) for each, value in found["params"].items()),
             ("run", found["run_id"]),
             ("files", f"hvd-elastic search best {name} --get FILE"),

@@ -237,7 +237,17 @@ class SubmitOptions(RunOptions):
 
 
 OF_THE_CLUSTER = (
-    *("hostfile", "inside", "ssh_config", "mpi", "pin_hosts", "run_id", "resume", "detach"),
+    *(
+        "hostfile",
+        "inside",
+        "cloud",
+        "ssh_config",
+        "mpi",
+        "pin_hosts",
+        "run_id",
+        "resume",
+        "detach",
+    ),
     *("policy", "goal"),
 )
 """Options of a run that choose its hosts, or what the daemon does for a job."""

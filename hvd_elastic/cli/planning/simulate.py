@@ -1,7 +1,8 @@
-"""Implement ``hvd-elastic simulate``: a policy on a trace, or past jobs on other hosts."""
+"""Implement ``hvd-elastic simulate``: a policy on a trace, past jobs, or spot machines."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -16,9 +17,10 @@ from hvd_elastic.cli.options import (
     command,
     number_option,
     option,
+    parse_duration,
     whole_number_option,
 )
-from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.output import print_json, table_lines
 from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words
@@ -63,7 +65,22 @@ def simulate(
     out: Annotated[
         Path | None, option("for --history: where to draw who had which slots, as HTML")
     ] = None,
-    seed: Annotated[int, whole_number_option("seed of the jitter", "--seed", least=0)] = 0,
+    spot: Annotated[
+        bool, option("the cost of spot machines beside a job that restarts as a whole", "--spot")
+    ] = False,
+    spot_trace: Annotated[
+        list[Path] | None,
+        option("for --spot: measured availability of a pool, as JSON; repeatable", "--spot-trace"),
+    ] = None,
+    instances: Annotated[
+        int, whole_number_option("for --spot: most machines of the job", "--instances", least=1)
+    ] = 16,
+    work: Annotated[
+        str, option("for --spot: time that the job takes on all machines", metavar="TIME")
+    ] = "24h",
+    seed: Annotated[
+        int, whole_number_option("seed of the jitter, and of generated traces", "--seed", least=0)
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Try a policy on a trace in virtual time: what it decides, when, and why.
@@ -77,7 +94,18 @@ def simulate(
       hvd-elastic simulate --trace day.json --objective cost --budget 40/h --json
 
       hvd-elastic simulate --history gpus --add-hosts 2 --out gpus.html
+
+      hvd-elastic simulate --spot --instances 16 --work 24h --deadline 36h
     """
+    if spot:
+        if history or trace is not None or cluster_name is not None:
+            raise UsageError("--spot takes no --trace and no --history: give --spot-trace FILE")
+        simulate_spot_machines(
+            spot_trace or [], instances, work, goal.deadline, seed, as_json=as_json
+        )
+        return
+    if spot_trace:
+        raise UsageError("--spot-trace is for --spot; add that")
     if history:
         if trace is not None:
             raise UsageError("--history has the jobs of a cluster, and takes no --trace")
@@ -85,7 +113,7 @@ def simulate(
         return
     if trace is None or cluster_name is not None or add_hosts:
         raise UsageError(
-            "give --trace FILE, or --history, the name of a cluster and --add-hosts, for example: "
+            "give --trace FILE, --spot, or --history, a cluster and --add-hosts, such as: "
             "hvd-elastic simulate --history gpus --add-hosts 2"
         )
     of_history = {"--interval": interval, "--rescale": rescale, "--out": out}
@@ -159,6 +187,107 @@ def _show(summary: dict[str, Any]) -> None:
     print()
     for name, value in rows.items():
         print(f"{name:<12} {value}")
+
+
+_SPOT_DAYS = 20
+"""Number of generated traces; the mean cost of so many is known to about 3 %."""
+_SPOT_POOLS = 3
+_SPOT_PRICE = 1 / 3
+"""Price of spot machines in a measured trace, relative to on demand: such traces have no prices."""
+
+
+def simulate_spot_machines(
+    paths: Sequence[Path],
+    machines: int,
+    work: str,
+    deadline: str | None,
+    seed: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what a job on spot machines costs under each rule.
+
+    Args:
+        paths: measured traces, one for each pool; empty: traces are generated.
+        work: time that the job takes on all machines.
+        deadline: time within which it should end; None: half more than the work takes.
+
+    Raises:
+        UsageError: a trace is not valid or too short, or the deadline cannot be met.
+    """
+    import numpy as np
+
+    from hvd_elastic.sim.spot import (
+        RULES,
+        SpotJob,
+        generate_trace,
+        read_traces,
+        simulate_spot,
+        windows,
+    )
+
+    work_s = parse_duration("--work", work)
+    deadline_s = 1.5 * work_s if deadline is None else parse_duration("--deadline", deadline)
+    job = SpotJob(machines, work_s / 3600, deadline_s / 3600)
+    least_s = work_s + 2 * (job.start_s + job.lost_s)
+    if deadline_s < least_s:
+        raise UsageError(
+            f"--deadline {deadline} cannot be met: the work takes {duration_words(work_s)} on all "
+            f"machines, and two starts are needed. Give at least {math.ceil(least_s / 60)}m"
+        )
+    if paths:
+        measured = read_traces(paths, _SPOT_PRICE)
+        traces = windows(measured, job.longest_h)
+        if not traces:
+            raise UsageError(
+                f"the spot traces are {duration_words(measured.ticks * measured.gap_s)} long, and "
+                f"--deadline {deadline or duration_words(deadline_s)} needs "
+                f"{duration_words(job.longest_h * 3600)}; give longer ones, or a nearer deadline"
+            )
+    else:
+        traces = [
+            generate_trace(np.random.default_rng([seed, day]), job.longest_h, _SPOT_POOLS, machines)
+            for day in range(_SPOT_DAYS)
+        ]
+    found = {
+        rule: [simulate_spot(trace, job, make(trace, job)) for trace in traces]
+        for rule, make in RULES.items()
+    }
+    rows = [
+        {
+            "policy": rule,
+            "relative_cost": statistics.fmean(each.relative_cost for each in outcomes),
+            "spot_hours": statistics.fmean(each.spot_h for each in outcomes),
+            "on_demand_hours": statistics.fmean(each.on_demand_h for each in outcomes),
+            "interruptions": statistics.fmean(each.interruptions for each in outcomes),
+            "late": sum(each.late for each in outcomes),
+            "traces": len(outcomes),
+        }
+        for rule, outcomes in found.items()
+    ]
+    if as_json:
+        print_json({"deadline_s": deadline_s, "work_s": work_s, "rows": rows})
+        return
+    head = ["POLICY", "COST", "SPOT", "ON DEMAND", "INTERRUPTIONS", "LATE"]
+    cells = [
+        [
+            str(row["policy"]),
+            f"{row['relative_cost']:.2f}",
+            f"{row['spot_hours']:.0f} h",
+            f"{row['on_demand_hours']:.0f} h",
+            f"{row['interruptions']:.1f}",
+            f"{row['late']} of {row['traces']}",
+        ]
+        for row in rows
+    ]
+    for line in table_lines([head, *cells], left={0}):
+        print(line)
+    source = "measured" if paths else f"generated availability of {_SPOT_POOLS} pools"
+    print(
+        f"Cost relative to {count(machines, 'machine')} on demand, mean of "
+        f"{count(len(traces), 'trace')} ({source}); {duration_words(work_s)} of work, to be done "
+        f"within {duration_words(deadline_s)}"
+    )
 
 
 def simulate_past(

@@ -19,7 +19,7 @@ import typer
 from hvd_elastic.cli.jobs.naming import run_id_of
 from hvd_elastic.cli.options import command, given_options
 from hvd_elastic.cli.runs.run_options import RunOptions, check_ssh_config
-from hvd_elastic.engines.base import INSIDE
+from hvd_elastic.engines.base import CLOUD, INSIDE
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.leader.resuming import Resumption
@@ -236,6 +236,8 @@ def run(options: RunOptions, context: typer.Context) -> None:
 
       hvd-elastic run -H hosts --max-np 16 --policy goodput -- python train.py
 
+      hvd-elastic run --cloud lab --policy goodput -- python train.py
+
       hvd-elastic run --resume resnet
 
     Exit status: 0 if training finished, 1 if it failed, 2 for wrong usage, 130 if it was stopped.
@@ -253,7 +255,7 @@ def run(options: RunOptions, context: typer.Context) -> None:
             options.command or (),
         )
         folder = resumption.find_folder(lambda line: print(line, file=sys.stderr))
-        spec = resumption.spec_of(folder, [*INSIDE], options.hosts)
+        spec = resumption.spec_of(folder, [*INSIDE, CLOUD.rstrip(":")], options.hosts)
     else:
         from hvd_elastic.checkpoint.place import check_new_place
 

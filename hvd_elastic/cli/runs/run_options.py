@@ -23,7 +23,7 @@ from hvd_elastic.cli.options import (
     whole_number_option,
 )
 from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
-from hvd_elastic.engines.base import INSIDE, engine_around, engine_named
+from hvd_elastic.engines.base import CLOUD, INSIDE, engine_around, engine_named
 from hvd_elastic.errors import HostfileError, HvdElasticError, UsageError, raise_together
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
@@ -68,6 +68,13 @@ class RunOptions:
         ),
     ] = None
     inside: EngineFlags = field(default_factory=EngineFlags)
+    cloud: Annotated[
+        str | None,
+        option(
+            "train on the machines of this cloud (see: hvd-elastic cloud up), and ask it for more",
+            metavar="NAME",
+        ),
+    ] = None
     np: Annotated[
         int | None,
         whole_number_option("wanted number of workers (default: all slots)", "--np", "-n", "-np"),
@@ -194,12 +201,13 @@ class RunOptions:
         Raises:
             UsageError: the user has asked for an engine, and for other hosts.
         """
-        asked = self.inside.asked
-        if self.hostfile is None and not self.mpi:
+        asked = self.inside.asked or (None if self.cloud is None else f"{CLOUD}{self.cloud}")
+        if self.hostfile is None and not self.mpi and not (self.inside.asked and self.cloud):
             return asked or engine_around(os.environ)
         if asked is not None:
-            other = "--mpi" if self.hostfile is None else "--hostfile"
-            raise UsageError(f"--{asked} and {other} do not go together; leave one of them out")
+            flag = f"--{self.inside.asked or 'cloud'}"
+            other = "--hostfile" if self.hostfile else "--mpi" if self.mpi else "--cloud"
+            raise UsageError(f"{flag} and {other} do not go together; leave one of them out")
         return None
 
     @functools.cached_property
@@ -268,7 +276,8 @@ class RunOptions:
         }
         if place is not None and not is_url(place):
             asked["checkpoint_folder"] = str(Path(place).absolute())
-        return RunSpec(**asked)
+        spec = RunSpec(**asked)
+        return spec if self.engine is None else engine_named(self.engine).adapt(spec)
 
     def says_size(self) -> str:
         """Return a sentence on the size of a run for which the user has named none; else ""."""

@@ -117,8 +117,11 @@ class FixedRanks:
     def _check_for(self, seconds: float) -> None:
         """Check for some time that more hosts are to come: the engine tells it after a loss."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while True:
+            is_over = time.monotonic() >= until  # before the last look, or there may be none
             self._check()
+            if is_over:
+                return
             time.sleep(_LOOK_S)
 
     def _places(self) -> list[tuple[DialInHost, int]]:

@@ -53,6 +53,9 @@ class KubernetesSource:
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         raise RunError("pods are hosts of runs of hvd-elastic k8s submit alone")
 
+    def adapt(self, spec: RunSpec) -> RunSpec:
+        return spec
+
     def lead(
         self, folder: RunFolder, environment: Mapping[str, str]
     ) -> AbstractContextManager[DialInHosts]:

@@ -27,6 +27,7 @@ from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, ProgramConnection, start_here
+from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 
 _STEP_S = 10
@@ -145,6 +146,9 @@ class SlurmSource:
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         allocation = own_allocation(environment)
         return Hostfile(allocation.hosts, f"Slurm job {allocation.job_id}")
+
+    def adapt(self, spec: RunSpec) -> RunSpec:
+        return spec
 
     def lead(
         self, folder: RunFolder, environment: Mapping[str, str]

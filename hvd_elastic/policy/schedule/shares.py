@@ -17,7 +17,7 @@ import numpy as np
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.policies import Policy
 
-_LAG = 1 / 500
+_LAG = 1 / 1000
 """Time without a slot of the share that multiplies the worth of a user's jobs by e, as a part of
 the half-life. Less makes jobs wait longer; more lets use and share differ for longer."""
 _LEAST_LAG_S = 60.0

@@ -147,7 +147,12 @@ class Watch:
         }[cloud]
         if cloud != "gcp":  # Google's libraries have a host and port there, the others a URL
             address = f"http://{address}"
-        told = (lambda *notice: self.notices.append(notice), self.troubles.append)
+        self.risks: list[str] = []
+        told = (
+            lambda *notice: self.notices.append(notice),
+            self.troubles.append,
+            self.risks.append,
+        )
         self._watch = CloudWatch(cloud, {variable: address}, *told)
 
     def goes_through(self, *steps: Callable[[], Any]) -> None:
@@ -270,8 +275,8 @@ def test_aws_gives_a_new_token_when_the_old_one_has_expired(service: str) -> Non
 def test_a_rebalance_recommendation_is_a_warning(service: str) -> None:
     MetadataService.says = {AWS_REBALANCE: '{"noticeTime": "2026-10-27T08:22:00Z"}'}
     watch = Watch("aws", service)
-    watch.goes_through(lambda: watch.troubles, watch.looks_on)
-    (said,) = watch.troubles
+    watch.goes_through(lambda: watch.risks, watch.looks_on)
+    (said,) = watch.risks
     assert "2026-10-27T08:22:00Z" in said
     assert "hvd-elastic drain" in said
     assert not watch.notices

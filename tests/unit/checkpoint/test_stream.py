@@ -17,11 +17,10 @@ from hvd_elastic.checkpoint import stream
 from hvd_elastic.checkpoint.header import TensorInfo, decode_values, encode_values
 from hvd_elastic.checkpoint.manifests import CheckpointInfo, complete_checkpoint
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
-from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import Content, byte_range, new_shard, shard_count, shard_index
-from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.errors import CheckpointError
 from tests.paths import LIMIT_S
+from tests.unit.checkpoint.written import Told
 
 
 class Position:
@@ -58,19 +57,10 @@ class Arrays(Content):
 
 def write(folder: Path, arrays: dict[str, np.ndarray[Any, Any]], size: int = 1) -> CheckpointInfo:
     """As ``size`` ranks would write them."""
-    done: list[ShardInfo] = []
-    errors: list[Exception] = []
-    writer = CheckpointWriter(
-        folder, finish=lambda _: None, on_done=lambda s, _: done.append(s), on_error=errors.append
-    )
+    told = Told()
     for rank in range(size):
-        content = Arrays(arrays)
-        shard = new_shard(content, Position(), rank, size)
-        if shard is not None:
-            writer.start_shard(content, Position(), shard, set(), 0.0)
-            assert writer.flush(LIMIT_S)
-    assert not errors
-    return complete_checkpoint(folder, done, 1)
+        told.write(folder, Arrays(arrays), Position(), rank=rank, size=size)
+    return complete_checkpoint(folder, told.done, 1)
 
 
 @given(
@@ -138,10 +128,8 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         raise MemoryError("Unable to allocate")
 
     monkeypatch.setattr(Arrays, "make_buffer", refuse)
-    errors: list[Exception] = []
-    writer = CheckpointWriter(
-        tmp_path, finish=lambda _: None, on_done=lambda *_: None, on_error=errors.append
-    )
+    told = Told()
+    writer = told.writer(tmp_path)
     content = Arrays({"w": np.ones(4)})
     shard = new_shard(content, Position(), 0, 1)
     assert shard is not None
@@ -149,7 +137,7 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     writer.prepare(content, 32)
     assert writer.flush(LIMIT_S)
     said = "there is no memory for a copy of 32 bytes (Unable to allocate)"
-    assert [said in str(error) for error in errors] == [True, True]
+    assert [said in str(error) for error in told.errors] == [True, True]
 
 
 def types_of(value: Any) -> Any:

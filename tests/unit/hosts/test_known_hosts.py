@@ -14,6 +14,7 @@ from hvd_elastic.hosts.known_hosts import (
     KeyState,
     KnownHosts,
     fingerprint,
+    forget,
     known_name,
     remember,
 )
@@ -138,6 +139,19 @@ def test_remember_adds_lines_even_to_a_file_without_a_last_line_end(tmp_path: Pa
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+def test_forget_leaves_the_other_hosts_and_makes_room_for_a_new_key(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text(line("gpu1", KEY) + "# gpu1\n" + line("gpu2", KEY) + line("gpu1", RSA))
+    size = path.stat().st_size
+    forget(path, "gpu1")
+    assert path.stat().st_size == size
+    known = KnownHosts.load([path])
+    assert known.check("gpu1", OTHER)[0] is KeyState.UNKNOWN
+    assert known.check("gpu2", KEY)[0] is KeyState.KNOWN
+    remember(path, [("gpu1", OTHER)])
+    assert KnownHosts.load([path]).check("gpu1", OTHER)[0] is KeyState.KNOWN
+
+
 def test_as_ssh_keygen_writes_and_prints(tmp_path: Path) -> None:
     key_path = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key_path)], check=True)

@@ -36,6 +36,8 @@ from tests.paths import LIMIT_S
 from tests.waiting import until
 
 CERTIFICATE = make_certificate()
+RANDOM = threading.RLock()
+"""Held by who draws random numbers: hosts, which are processes, are threads of one here."""
 
 
 class Source:
@@ -49,19 +51,21 @@ class Source:
         self.before: Callable[[], None] = lambda: None
 
     def start(self, number: int, count: int) -> None:
-        pass
+        global RANDOM
+        RANDOM = threading.RLock()  # a thread may have held it when this process was forked
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
         self.read.append(list(indices))
         self.before()
         rows = []
-        for index in indices:
-            seed_example(7, epoch, index)
-            rows.append((index, random.random(), float(np.random.rand())))
+        with RANDOM:
+            for index in indices:
+                seed_example(7, epoch, index)
+                rows.append((index, random.random(), float(np.random.rand())))
         return epoch, rows
 
     def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
-        with undisturbed():
+        with RANDOM, undisturbed():
             return self.make(epoch, indices)
 
     def pack(self, batch: Any) -> list[Any]:

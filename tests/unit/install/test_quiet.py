@@ -11,18 +11,11 @@ import pytest
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.install.quiet import ProgressLine, make_percentage, run_quietly, telling_lines
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.waiting import Clock
 
 
 def test_on_a_terminal_one_line_is_rewritten_and_never_goes_back():
-    clock, out = Clock(), io.StringIO()
+    clock, out = Clock(100.0), io.StringIO()
     progress = ProgressLine("Building", out, clock, terminal=True)
     for seconds, percentage in ((1, 10), (2, 40), (3, 12)):
         clock.now = 100.0 + seconds
@@ -40,7 +33,7 @@ def test_on_a_terminal_one_line_is_rewritten_and_never_goes_back():
 
 
 def test_elsewhere_a_line_is_written_seldom():
-    clock, out = Clock(), io.StringIO()
+    clock, out = Clock(100.0), io.StringIO()
     progress = ProgressLine("Building", out, clock, terminal=False)
     for _ in range(120):
         clock.now += 1

@@ -680,7 +680,7 @@ def test_what_a_user_makes_up_as_keeper_ends_no_daemon(monkeypatch: pytest.Monke
 
 @other_user.needs_root
 def test_a_host_that_starts_nothing_of_a_user_goes_to_others_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with shared_place() as place:
         hostfile = place.path.parent / "hosts"
@@ -703,7 +703,8 @@ def test_a_host_that_starts_nothing_of_a_user_goes_to_others_at_once(
                 assert "a slots=1" in lead["hosts"]
                 news = {"run_id": lead["run_id"], "attempt": 1, "type": "news", "offset": 0}
                 news |= {"is_all": True, "led": True, "is_own": True}
-                news |= {"lines": [json.dumps({"mono": 1.0, **refused})]}
+                told = [{**refused, "unusable_host": name} for name in ("made-up", "a")]
+                news |= {"lines": [json.dumps({"mono": 1.0, **each}) for each in told]}
                 link.sendall(json.dumps(news).encode() + b"\n")
                 granted = json.loads(orders.readline())
                 assert granted["type"] == "grant"
@@ -724,6 +725,9 @@ def test_a_host_that_starts_nothing_of_a_user_goes_to_others_at_once(
         assert daemon.job(2).status is JobStatus.QUEUED, "what one job finds holds for the other"
         assert daemon_row("a")["free"] == 1
         daemon.down(leave_jobs=True)
+    said = capfd.readouterr().err
+    assert "host a starts nothing of user nobody (Permission denied)" in said
+    assert "made-up" not in said
 
 
 @other_user.needs_root
@@ -739,15 +743,15 @@ def test_keepers_of_others_are_warned_of_once_a_minute(
 
     def say_all() -> None:
         request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
-        ask_daemon(place, Submit([request], {}))
-        with place.connect("keepers.sock", LIMIT_S) as link:
+        ask_daemon(shared, Submit([request], {}))
+        with shared.connect("keepers.sock", LIMIT_S) as link:
             for trouble in troubles:
                 link.sendall(json.dumps(trouble).encode() + b"\n")
-                ask_daemon(place, Hosts())  # after that the daemon has read it
+                ask_daemon(shared, Hosts())  # after that the daemon has read it
 
-    with shared_place() as place:
-        daemon = Running(place, place.path.parent / "hosts")
-        as_other(place, say_all)
+    with shared_place() as shared:
+        daemon = Running(shared, shared.path.parent / "hosts")
+        as_other(shared, say_all)
         daemon.down(leave_jobs=True)
     assert capfd.readouterr().err.count("the keeper of user nobody") == warnings
 
@@ -795,7 +799,7 @@ def test_a_keeper_that_comes_again_at_once_waits(monkeypatch: pytest.MonkeyPatch
 def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 0.1)
+    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 4.0)  # it is cancelled within that
     ended = subprocess.Popen(["true"])
     ended.wait()
     with shared_place() as place:
@@ -813,6 +817,7 @@ def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
                 ask_daemon(place, Hosts())  # after that the daemon has read it
 
         as_other(place, submit_and_go)
+        ask_daemon(place, Hosts())  # after that the daemon has seen the end of the connection
         said = ask_daemon(place, Cancel([1], "root")).message
         assert "the keeper of user nobody is away" in said
         daemon.until(lambda: daemon.job(1).status is JobStatus.CANCELLED)

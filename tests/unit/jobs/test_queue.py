@@ -11,7 +11,7 @@ import pytest
 
 from hvd_elastic.cli.jobs.queue import queue_lines
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.job import After, CancelCause, Job, JobKind, JobRequest, JobStatus, StopReason
 from hvd_elastic.jobs.queue import JobQueue, ending_words, over_words
 from hvd_elastic.jobs.store import JobStore
 
@@ -251,6 +251,18 @@ def test_requeue_takes_no_cancel_back(made: Recorded) -> None:
     made.queue.ended(made.queue.active[number], JobStatus.CANCELLED, "cancelled by me")
     made.queue.requeue([number], {}, None)
     assert made.status(number) is JobStatus.QUEUED
+    assert made.queue.active[number].request.cancelled is None
+
+
+def test_a_job_keeps_the_first_cause_of_its_end(made: Recorded) -> None:
+    running, waiting = made.add(), made.add()
+    made.queue.started(made.queue.active[running], {"a": 1})
+    for cause in (CancelCause.AT_RUNG, CancelCause.USER):
+        made.queue.cancel([running], "search", cause)
+    cancelled = made.queue.active[running].request.cancelled
+    assert str(cancelled) == "stopped at a rung by search"
+    made.queue.cancel([waiting], "search", CancelCause.TRAINED)
+    assert made.status(waiting) is JobStatus.SUCCEEDED
 
 
 def test_requeue_of_a_job_that_runs_is_told_once_when_its_run_has_ended(made: Recorded) -> None:

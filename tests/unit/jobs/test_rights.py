@@ -16,6 +16,8 @@ from hvd_elastic.jobs.job import (
     After,
     Answer,
     Cancel,
+    CancelCause,
+    Cancelled,
     Down,
     DrainHost,
     Job,
@@ -33,7 +35,7 @@ from hvd_elastic.jobs.job import (
 from hvd_elastic.jobs.notify import ClusterRecord
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue
-from hvd_elastic.jobs.rights import of_user, read_for
+from hvd_elastic.jobs.rights import of_user, read_for, user_name
 from hvd_elastic.jobs.secrets import INDEX_VARIABLE, JobSecrets
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.json_lines import EventLog
@@ -85,6 +87,15 @@ def test_a_job_is_changed_by_its_user_and_operators_alone(request_: Request) -> 
         of_user(request_, EVE, (), OF_BOB)
     for user, operators in ((BOB, ()), (EVE, (EVE,))):
         of_user(request_, user, operators, OF_BOB)
+
+
+def test_a_job_is_cancelled_in_the_own_name_with_its_cause() -> None:
+    asked = of_user(Cancel([7], "root", CancelCause.AT_RUNG), BOB, (), OF_BOB)
+    assert asked == Cancel([7], user_name(BOB), CancelCause.AT_RUNG)
+    ended = replace(ASKED, cancelled=Cancelled("root"))
+    found = of_user(Submit([ended], {}), BOB, (), {})
+    assert isinstance(found, Submit)
+    assert found.jobs[0].cancelled is None
 
 
 def test_the_cluster_is_changed_by_operators_alone_and_in_their_own_name() -> None:

@@ -370,25 +370,27 @@ def test_what_a_job_of_another_user_makes_up_is_left_out(run: Written) -> None:
         assert sum(plan_slots([candidate], HOSTS, NOW).slots[1].values()) == most
 
 
-def plain(number: int, **more: Any) -> Candidate:
-    return Candidate(job(number, kind=JobKind.PLAIN, max_np=1, **more))
-
-
-def test_job_that_needs_several_slots_starts_behind_an_endless_row_of_plain_commands() -> None:
-    """In virtual time: four commands of 100 s run at any time, and others wait."""
+@pytest.mark.parametrize(
+    ("kind", "length_s", "latest_s"), [(JobKind.PLAIN, 100.0, 700), (JobKind.ELASTIC, 50.0, 1800)]
+)
+def test_job_that_needs_several_slots_starts_behind_an_endless_row_of_others(
+    kind: JobKind, length_s: float, latest_s: int
+) -> None:
+    """In virtual time: four jobs of one slot run at any time, and others wait."""
     wide = job(1, kind=JobKind.FIXED, min_np=4, max_np=4, submitted_at=NOW, queued_at=NOW)
-    runs = {
-        n: running(n, {"ab"[n % 2]: 1}, kind=JobKind.PLAIN, for_s=20.0 * n) for n in range(2, 6)
-    }
-    for second in range(0, 3600, 5):
+    one = {"kind": kind, "max_np": 1}
+    runs = {n: running(n, {"ab"[n % 2]: 1}, length_s * (n - 1) / 5, **one) for n in range(2, 6)}
+    for second in range(0, latest_s, 10):
         now = NOW + second
-        runs = {n: each for n, each in runs.items() if now - (each.started_at or 0.0) < 100.0}
-        queued = [plain(10_000 + second + n, queued_at=now - 60.0) for n in range(9)]
+        runs = {n: each for n, each in runs.items() if now - (each.started_at or 0.0) < length_s}
+        numbers = range(10_000 + second, 10_009 + second)
+        queued = [Candidate(job(n, queued_at=now - 60.0, **one)) for n in numbers]
         plan = plan_slots([*map(Candidate, runs.values()), Candidate(wide), *queued], HOSTS, now)
         if plan.slots[1]:
-            assert 600 <= second <= 700, "the last command of before has ended"
+            assert second >= 600
+            reasons = {plan.reasons[n] for n in numbers}
             told = "waits: job 1 (train-1) is before it and needs 4 slots"
-            assert {plan.reasons[each.job.number] for each in queued} == {told}
+            assert (reasons == {told}) == (kind is JobKind.PLAIN)
             return
         for each in queued:
             if held := plan.slots[each.job.number]:
@@ -419,8 +421,8 @@ def test_commands_that_do_not_delay_a_job_before_them_start() -> None:
 class Claims(Measured):
     """What a job says of itself: by default, that it gains by each slot and lasts an hour."""
 
-    timed = {1, 2}  # type: ignore[assignment]  # noqa: RUF012
-    rescale_s = noise = 0.0  # type: ignore[assignment]
+    timed = {1, 2}  # noqa: RUF012
+    rescale_s = noise = 0.0
 
     def __init__(self, goodput: Sequence[float] = range(5), left: float = 3600.0) -> None:
         super().__init__()
@@ -446,7 +448,7 @@ def test_a_user_wins_little_by_measurements_that_are_made_up() -> None:
 
     gains = Claims([0.0, 1.0, 1e3, 1e6, 1e9])
     keeps = Claims()
-    keeps.noise = 1e9  # type: ignore[misc]
+    keeps.noise = 1e9
     for claims in (Claims(), gains, keeps):
         assert slots(claims, Claims(left=60.0), "abc", "d") == 1
     for name, value in (("rescale_s", -1e9), ("rescale_s", 1e300), ("_left", 1e300)):

@@ -119,11 +119,11 @@ def test_a_stranger_that_dribbles_is_ended_when_its_time_is_over(
 ) -> None:
     """Though each byte comes within the time limit of the one before."""
     monkeypatch.setattr(module, "LIMIT_S", 0.3)
+    began = time.monotonic()
     with socket.create_connection(address, TIMEOUT_S) as stranger:
         stranger.sendall(b"k")
-        began = time.monotonic()
         assert is_ended(stranger)
-        assert time.monotonic() - began >= 0.1
+        assert time.monotonic() - began >= 0.3
 
 
 def test_a_process_that_may_open_few_files_lives_through_a_flood_of_silent_strangers() -> None:

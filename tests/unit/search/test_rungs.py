@@ -169,6 +169,21 @@ def test_a_late_comer_replaces_a_trial_that_trains_beyond_its_rung() -> None:
     assert decide([held, *others, trial(3, 0.9), *more], FULL, 2, 0.0).release == (0,)
 
 
+def test_slots_follow_the_newest_reports_of_those_that_go_on() -> None:
+    """The decision who goes on stays that of the rung."""
+    diverged = dataclasses.replace(
+        trial(0, 0.9), points=(Point(100, 0.9), Point(200, math.nan)), examples=200.0
+    )
+    behind, ahead = (
+        dataclasses.replace(trial(n, 0.6), points=(Point(100, 0.6), Point(200, value)))
+        for n, value in ((1, 0.7), (2, 0.8))
+    )
+    others = [trial(number, 0.1, status=TrialStatus.HELD) for number in range(3, 9)]
+    found = decide([diverged, behind, ahead, *others], FULL, 16, 0.0)
+    assert found.hold == ()
+    assert sorted(found.priorities, key=found.priorities.__getitem__) == [0, 1, 2]
+
+
 def test_of_equal_trials_the_earlier_goes_on() -> None:
     assert decide([trial(number, 0.5) for number in (2, 0, 1)], FULL, 3, 0.0).hold == (2, 1)
 

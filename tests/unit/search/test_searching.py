@@ -249,6 +249,19 @@ def test_a_study_without_any_number_ends_with_an_error(play: Callable[..., Playe
     assert played.states() == ["done"]
 
 
+def test_trials_that_have_trained_and_all_fail_end_with_their_cause(
+    play: Callable[..., Played],
+) -> None:
+    played = play(trials=2)
+    played.step()
+    played.start(0, 1)
+    for number in (0, 1):
+        played.train(number, (100, 0.5), name="loss")
+        played.end(number, JobStatus.FAILED, f"not finite in step {number}")
+    with pytest.raises(RunError, match="all 2 trials that have ended have failed: not finite"):
+        played.steps(4)
+
+
 def test_a_job_says_why_its_trial_was_ended(play: Callable[..., Played]) -> None:
     played = play(trials=3, rungs=2, reduction=2, max_examples=200.0)
     played.step()
@@ -322,6 +335,15 @@ def test_a_trial_that_was_never_submitted_ends_with_its_study(play: Callable[...
     assert played.step() == "stopped by its user"
     assert [trial.status for trial in played.search.study.trials()] == [TrialStatus.STOPPED]
     assert not played.queue.store.find("digits.0")
+
+
+def test_a_journal_that_is_damaged_ends_the_search(play: Callable[..., Played]) -> None:
+    played = play()
+    played.step()
+    played.new_search()
+    (played.study.folder / "journal.log").write_bytes(b'{"op_code": 99}\n')
+    with pytest.raises(RunError, match=r"journal\.log cannot be read"):
+        played.step()
 
 
 def test_a_queue_that_cannot_be_read_is_waited_for(

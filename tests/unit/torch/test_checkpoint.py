@@ -34,34 +34,20 @@ from hvd_elastic.checkpoint.manifests import (
 )
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
 from hvd_elastic.checkpoint.shards import (
-    ShardInfo,
     complete_sets,
     describe_shard,
     find_shards,
 )
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import CheckpointWriter
-from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
+from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import checkpoint
 from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.progress import Progress
 from tests.paths import ALL, LIMIT_S, WORKER_PYTHONPATH
 from tests.small_disk import mounted
-
-
-class Told:
-    def __init__(self) -> None:
-        self.done: list[ShardInfo] = []
-        self.errors: list[HvdElasticError] = []
-
-    def writer(self, folder: Path) -> CheckpointWriter:
-        return CheckpointWriter(
-            folder,
-            finish=lambda shard: describe_shard(shard, 9),
-            on_done=lambda shard, _: self.done.append(shard),
-            on_error=self.errors.append,
-        )
+from tests.unit.checkpoint.written import Told
 
 
 def tensors_of(value: Any) -> set[int]:
@@ -82,13 +68,7 @@ def write_checkpoint(
     for rank in range(size):
         content = TorchContent(nested, tensors_of(value) if shared else set(), copy_own=rank == 0)
         progress = Progress(step=step, epoch=1, examples=5 * step)
-        shard = new_shard(content, progress, rank, size)
-        if shard is not None:
-            writer = told.writer(folder)
-            writer.start_shard(content, progress, shard, set(), 0.0)
-            assert writer.flush(LIMIT_S)
-    if told.errors:
-        raise told.errors[0]
+        told.write(folder, content, progress, rank=rank, size=size)
     return complete_checkpoint(folder, told.done, keep)
 
 

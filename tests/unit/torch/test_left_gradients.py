@@ -11,8 +11,8 @@ from hvd_elastic.torch.gradient_buckets import BUCKET_BYTES
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.planner import Planner
-from tests.unit.torch.test_several_optimizers import hand_out, linear, sgd
-from tests.unit.torch.two_ranks import TwoRanks
+from tests.unit.torch.test_several_optimizers import linear, sgd
+from tests.unit.torch.two_ranks import TwoRanks, hand_out
 
 WORDS = "the gradient of 'weight' holds the gradient of an earlier batch"
 

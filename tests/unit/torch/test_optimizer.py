@@ -22,7 +22,7 @@ from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.step import Pass, Stage
 from hvd_elastic.worker.worker import RunRank
-from tests.unit.torch.two_ranks import TwoRanks
+from tests.unit.torch.two_ranks import TwoRanks, hand_out
 
 
 @pytest.fixture
@@ -42,10 +42,6 @@ def linear(requires: bool = True) -> torch.nn.Linear:
 def adapts_now(ctx: Context) -> None:
     """Have a batch that adapts from now on."""
     ctx.register_data(64, 0, AdaptivePlanner(BatchLimits(8, 16), examples=64))
-
-
-def hand_out(ctx: Context, weight: float = 1.0, examples: int = 8) -> None:
-    ctx.hand_out(Pass(step_examples=examples, weight=weight))
 
 
 @pytest.mark.parametrize(("weight", "gradient"), [(1.0, 2.0), (0.5, 1.75), (0.0, 1.5)])

@@ -15,9 +15,7 @@ import pytest
 import torch
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.checkpoint.saved import find_spooled
-from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.records.run_folder import RunFolder
@@ -26,9 +24,10 @@ from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.debugging.profiling import StepProfile
 from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.progress import Progress
-from tests.paths import LIMIT_S, WORKER_PYTHONPATH
+from tests.paths import WORKER_PYTHONPATH
 from tests.small_disk import mounted
-from tests.unit.torch.test_checkpoint import Told, tensors_of
+from tests.unit.checkpoint.written import write_alone
+from tests.unit.torch.test_checkpoint import tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -67,15 +66,9 @@ def write_checkpoint(folder: Path, step: int = 5, **objects: torch.nn.Module) ->
     optimizer.step()
     state = {name: module.state_dict() for name, module in objects.items()}
     nested = {"objects": {**state, "optimizer": optimizer.state_dict()}, "plain": {"steps": step}}
-    told = Told()
     content = TorchContent(nested, tensors_of(nested))
     content.weights = lambda name: name.startswith(tuple(objects))
-    shard = new_shard(content, Progress(step=step), 0, 1)
-    assert shard is not None
-    writer = told.writer(folder)
-    writer.start_shard(content, Progress(step=step), shard, set(), 0.0)
-    assert writer.flush(LIMIT_S)
-    return complete_checkpoint(folder, told.done, 9).path
+    return write_alone(folder, content, Progress(step=step)).path
 
 
 # ---- save

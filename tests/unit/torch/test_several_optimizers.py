@@ -17,9 +17,8 @@ from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.planner import Planner
-from hvd_elastic.worker.step import Pass
 from hvd_elastic.worker.worker import Worker
-from tests.unit.torch.two_ranks import TwoRanks
+from tests.unit.torch.two_ranks import TwoRanks, hand_out
 from tests.unit.worker.test_rollback import Meter, Training
 
 BODIES = 6
@@ -41,10 +40,6 @@ def linear() -> torch.nn.Linear:
 def sgd(*models: torch.nn.Module, lr: float = 1.0) -> Any:
     parameters = [parameter for model in models for parameter in model.parameters()]
     return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), models[0])
-
-
-def hand_out(ctx: Context, weight: float = 1.0) -> None:
-    ctx.hand_out(Pass(step_examples=8, weight=weight))
 
 
 def test_each_averages_its_own_gradients_in_its_own_step(alone: Context, two: TwoRanks) -> None:

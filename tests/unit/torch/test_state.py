@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_elastic.checkpoint.manifests import complete_checkpoint
-from hvd_elastic.checkpoint.shards import ShardInfo
-from hvd_elastic.checkpoint.stream import new_shard
-from hvd_elastic.checkpoint.writer import CheckpointWriter
 from hvd_elastic.communicator.interface import FIRST, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.state import State, dump_plain, load_plain
 from hvd_elastic.worker.progress import Progress
-from tests.paths import LIMIT_S
+from tests.unit.checkpoint.written import Told, write_alone
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -107,19 +103,7 @@ def trained(seed: int, steps: int, **values: Any) -> State:
 
 def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
     """Written and read."""
-    shards: list[ShardInfo] = []
-    content = state.content()
-    shard = new_shard(content, progress, 0, 1)
-    assert shard is not None
-    writer = CheckpointWriter(
-        folder,
-        finish=shards.append,
-        on_done=lambda *_: None,
-        on_error=lambda error: pytest.fail(str(error)),
-    )
-    writer.start_shard(content, progress, shard, set(), 0.0)
-    assert writer.flush(LIMIT_S)
-    return load_checkpoint(complete_checkpoint(folder, shards, 1).path)
+    return load_checkpoint(write_alone(folder, state.content(), progress).path)
 
 
 def flat(value: Any) -> Any:
@@ -324,19 +308,9 @@ def test_plain_data_travels_and_code_does_not(tmp_path: Path) -> None:
 
 
 def not_finite(state: State, folder: Path) -> str:
-    content = state.content()
-    shard = new_shard(content, Progress(), 0, 1)
-    assert shard is not None
-    done: list[ShardInfo] = []
-    writer = CheckpointWriter(
-        folder,
-        finish=done.append,
-        on_done=lambda *_: None,
-        on_error=lambda error: pytest.fail(str(error)),
-    )
-    writer.start_shard(content, Progress(), shard, state.lasting(), 0.0)
-    assert writer.flush(LIMIT_S)
-    return done[0].not_finite
+    told = Told()
+    told.write(folder, state.content(), Progress(), lasting=state.lasting())
+    return told.done[0].not_finite
 
 
 def test_a_checkpoint_names_a_trained_weight_that_is_not_finite(tmp_path: Path) -> None:

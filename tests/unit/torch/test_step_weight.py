@@ -14,9 +14,9 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
-from hvd_elastic.worker.step import Pass
 from tests.paths import COSTLY
 from tests.unit.real_ranks import run_ranks, worlds
+from tests.unit.torch.two_ranks import hand_out
 
 RANKS = """
 from hvd_elastic.worker import context
@@ -109,10 +109,6 @@ def made(count: int = 1) -> tuple[list[nn.Linear], list[Any]]:
         hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=1.0), each)
         for each in models
     ]
-
-
-def hand_out(ctx: Context, *, padding: bool = False) -> None:
-    ctx.hand_out(Pass(step_examples=8, weight=1.0, padding=padding))
 
 
 def test_padding_counts_nothing(alone: Context) -> None:

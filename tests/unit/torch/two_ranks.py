@@ -1,4 +1,4 @@
-"""The first of two ranks, in one process."""
+"""The first of two ranks, in one process, and its steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.step import Pass
 
 
 class TwoRanks(LocalCommunicator):
@@ -35,3 +37,10 @@ class TwoRanks(LocalCommunicator):
     @property
     def gradients(self) -> list[str]:
         return [name for name in self.names if name.startswith("gradient")]
+
+
+def hand_out(
+    ctx: Context, weight: float = 1.0, examples: int = 8, *, padding: bool = False
+) -> None:
+    """Begin a step of one pass."""
+    ctx.hand_out(Pass(step_examples=examples, weight=weight, padding=padding))

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from hvd_elastic.worker.input_times import InputTimes
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.waiting import Clock
 
 
 class Event:

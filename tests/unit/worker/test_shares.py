@@ -27,6 +27,7 @@ from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.compute_times import ComputeTimes
 from hvd_elastic.worker.planning.planner import UnequalShares
+from tests.waiting import Clock
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 BATCH = 40
@@ -198,16 +199,6 @@ class SlowOther(OneOf):
         own, others = balance_of(self.planner).parts_of(BATCH, 2)
         other[1] *= self.slowness * others / own
         return np.concatenate([array, other])
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("options", [{"unequal_shares": True}, {"max_batch_size": BATCH}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -12,13 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import psutil
 import pytest
 
-from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS
+from hvd_elastic.engines.dial_in import fixed_ranks
+from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.dial_in.task import Task
 from hvd_elastic.engines.dial_in.training import Sizes, on_this_machine, train
@@ -110,6 +113,18 @@ def test_a_killed_rank_starts_all_again_and_that_is_said(tmp_path: Path, capfd) 
 def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"rank 1 .* was lost \(signal 9\); .* started 4 times"):
         run(be_killed_once, str(tmp_path), True)
+
+
+def test_an_engine_is_asked_for_the_reason_of_a_loss_though_the_time_for_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where this process was frozen since the loss."""
+    clock, asked = itertools.count(0.0, 60.0), threading.Event()
+    stepped = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr(fixed_ranks, "time", stepped)
+    hosts: Any = None
+    FixedRanks(hosts, 1, lambda *_: None, lambda _: None, asked.set)._check_for(0.5)
+    assert asked.is_set()
 
 
 SCRIPT = """

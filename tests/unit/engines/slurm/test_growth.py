@@ -258,6 +258,48 @@ def test_a_further_node_that_stays_lost_is_given_back(fixed: Setting) -> None:
     assert "1" not in fixed.queue.jobs
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("host_draining", {"host": "node7", "cause": "c", "leave_in_s": 120.0, "asked": False}),
+        ("warning", {"message": "m", "host_at_risk": "node7"}),
+    ],
+)
+def test_another_node_is_asked_for_before_one_goes_that_drains_or_is_at_risk(
+    fixed: Setting, kind: str, fields: dict[str, Any]
+) -> None:
+    fixed.growth.look_at_grants(0.0)
+    for number, node in (("1", "node7"), ("2", "node8"), ("3", "node9")):
+        fixed.queue.start(number, node)
+    fixed.growth.look_at_grants(5.0)
+    assert not fixed.queue.pending
+    fixed.event(kind, 6.0, **fields)
+    fixed.growth.look_at_grants(10.0)
+    assert len(fixed.queue.pending) == 1
+    assert fixed.hosts() == ("node0", "node7", "node8", "node9")
+    del fixed.queue.jobs["1"]
+    fixed.growth.look_at_grants(15.0)
+    assert len(fixed.queue.pending) == 1
+    assert fixed.hosts() == ("node0", "node8", "node9")
+
+
+@pytest.mark.parametrize(
+    ("used", "waiting", "elastic", "asked"),
+    [
+        ((), False, False, 0),
+        (("node0",), False, False, 0),
+        (("node0",), False, True, 1),
+        ((), True, False, 1),
+    ],
+)
+def test_a_cluster_asks_for_more_while_jobs_wait_or_can_use_more(
+    goodput: Setting, used: tuple[str, ...], waiting: bool, elastic: bool, asked: int
+) -> None:
+    goodput.growth.note_use(used, (), 0.0, waiting=waiting, elastic=elastic)
+    goodput.growth.look_at_grants(0.0)
+    assert len(goodput.queue.pending) == asked
+
+
 def test_the_wanted_number_of_processes_limits_the_nodes(tmp_path: Path) -> None:
     setting = Setting(tmp_path, replace(SPEC, np=3))
     setting.growth.look_at_grants(0.0)

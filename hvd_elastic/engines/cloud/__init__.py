@@ -1,0 +1,1 @@
+"""Machines of a cloud as hosts: started, kept while they are needed, and ended for good."""

@@ -1,0 +1,97 @@
+"""Have a cluster of jobs ask for machines of a cloud as its jobs need them, and give them back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hvd_elastic.engines.cloud.engine import CloudHosts, limits_of
+from hvd_elastic.engines.cloud.machines import Machines
+from hvd_elastic.engines.cloud.providers import provider_of
+from hvd_elastic.engines.cloud.reach import Reach
+from hvd_elastic.engines.cloud.records import CloudFolder
+from hvd_elastic.engines.growth import Growth, asking
+from hvd_elastic.formatting import count
+from hvd_elastic.jobs.hosts import rows_without_daemon
+from hvd_elastic.jobs.job import Hosts, JobKind, JobStatus
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.server import ask_daemon
+from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.leader.spec import RunSpec
+
+_AS_NEEDED = RunSpec((), "/", policy="goodput")
+"""In place of a run: one more machine while all are in use, and none that stays unused."""
+
+
+class ClusterMachines(CloudHosts):
+    """The machines of a cloud as hosts of a cluster.
+
+    Attributes:
+        used: addresses of those on which jobs have processes.
+    """
+
+    used: frozenset[str] = frozenset()
+
+    def in_use(self, grant_id: str) -> bool:
+        machine = self.there(grant_id)
+        return machine is not None and machine.address in self.used
+
+
+@contextlib.contextmanager
+def cloud_cluster(
+    place: ClusterFolder, cloud: CloudFolder, hostfile: Path, tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Write a hostfile with the fewest machines, then change it as the jobs need, to the end.
+
+    Machines that the cluster has asked for are ended with it; if jobs go on without their daemon,
+    they stay up to their deadline.
+
+    Args:
+        place: the cluster, whose daemon serves in the block.
+
+    Raises:
+        RunError: somebody else uses the cloud, or no machine can be had.
+    """
+    definition, by = cloud.read(), f"cluster {place.name}"
+    with contextlib.closing(cloud.use(by)):
+        machines = Machines(cloud, provider_of(definition), tell, by)
+        reach = Reach(definition)
+        hosts = ClusterMachines(hostfile, machines, reach, tell)
+        least = max(1, definition.least)
+        limits = limits_of(definition, machines.offers(), least)
+        growth = Growth(hosts, limits, _AS_NEEDED, tell)
+
+        def note_use() -> None:
+            rows = ask_daemon(place, Hosts()).data
+            hosts.used = frozenset(row["host"] for row in rows if row["jobs"] or row["occupied"])
+            lost = {row["host"] for row in rows if row["state"] == "lost"}
+            waiting, elastic = _needs(place)
+            now = time.monotonic()
+            growth.note_use(hosts.used, lost, now, waiting=waiting, elastic=elastic)
+
+        try:
+            hosts.begin_with(least, growth, lambda: False)
+            with asking(growth, note_use, tell):
+                yield
+        finally:
+            rows = rows_without_daemon(place) if place.daemon() else ()
+            if any(row["jobs"] or row["occupied"] for row in rows):
+                running = [each for each in machines.look() if each.state == "running"]
+                reach.renew(running, max(1.0, machines.left_s))
+                tell(f"jobs go on, so their machines stay: hvd-elastic cloud down {cloud.name}")
+            elif tokens := machines.started_by(by):
+                ended = machines.end_all(tokens)
+                tell(f"{count(ended, 'machine')} of the cluster ended")
+
+
+def _needs(place: ClusterFolder) -> tuple[bool, bool]:
+    """Return whether jobs wait that nobody holds back, and whether some may use further hosts."""
+    store = JobStore.read_only(place.database)
+    try:
+        waiting = any(not job.request.hold for job in store.with_status(JobStatus.QUEUED))
+        kinds = {job.request.kind for job in store.with_status(JobStatus.RUNNING)}
+        return waiting, bool(kinds - {JobKind.PLAIN})
+    finally:
+        store.close()

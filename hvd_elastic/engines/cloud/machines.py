@@ -1,0 +1,363 @@
+"""Start, find and end the machines of one cloud, so that none is lost from sight.
+
+Every order is written down before it is sent (:mod:`.records`), and a machine is forgotten only
+when the provider says that it has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from hvd_elastic.engines.cloud.ladder import LEFT_OUT_S, Ladder
+from hvd_elastic.engines.cloud.lease import LEASE_S, user_data
+from hvd_elastic.engines.cloud.provider import (
+    CapacityError,
+    CloudError,
+    CredentialsError,
+    Machine,
+    Offer,
+    Order,
+    Provider,
+    QuotaError,
+    ThrottledError,
+    UnsupportedError,
+)
+from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count, duration_words
+
+_SETTLE_S = 30.0
+"""How long after an order a list without its machines is not believed [s]."""
+_OFFERS_S = 300.0
+"""How long prices are used [s]."""
+_POLL_S, _LONGEST_POLL_S = 1.0, 10.0
+_TRIES = 8
+"""How often a call that fails is repeated while machines are being ended."""
+_REFUSED = (CapacityError, QuotaError, ThrottledError, UnsupportedError, CredentialsError)
+"""Errors after which it is certain that nothing was started."""
+
+
+class Machines:
+    """The machines of one cloud.
+
+    Args:
+        folder: folder of the cloud, with its definition.
+        provider: its provider.
+        tell: called with what is done, in words.
+        by: run or cluster on whose behalf machines are started; empty: ``cloud up``.
+        definition: what is asked for; None: what the folder says.
+    """
+
+    def __init__(
+        self,
+        folder: CloudFolder,
+        provider: Provider,
+        tell: Callable[[str], None],
+        by: str = "",
+        definition: Definition | None = None,
+    ) -> None:
+        self.folder, self._provider, self._tell, self._by = folder, provider, tell, by
+        self.definition = definition or folder.read()
+        self.lease_s = setting_s("LEASE", LEASE_S)
+        self._settle_s = setting_s("SETTLE", _SETTLE_S)
+        self._ladder = Ladder(setting_s("LEFT_OUT", LEFT_OUT_S))
+        self._offers: tuple[Offer, ...] = ()
+        self._offers_until = -math.inf
+        self._seen_intents: dict[str, float] = {}
+        """Since when this process knows of orders, by token [monotonic s]."""
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return {"cloud": self.definition.name, "owner": owner()}
+
+    @property
+    def left_s(self) -> float:
+        """Return the time until all machines end [s]."""
+        return self.definition.deadline - time.time()
+
+    # -- what is there ---------------------------------------------------------------------
+
+    def look(self) -> list[Machine]:
+        """Return the machines that have not ended, those included that no list shows yet.
+
+        Raises:
+            CloudError: the provider does not answer.
+            RunError: what is written of them cannot be read.
+        """
+        intents = self.folder.intents()  # before the list, which may miss what is ordered meanwhile
+        machines = {each.id: each for each in self._provider.list(self.tags)}
+        for intent in intents:
+            self._settle(intent, machines)
+        return [each for each in machines.values() if each.state != "ended"]
+
+    def _settle(self, intent: Intent, machines: dict[str, Machine]) -> None:
+        """Compare an order with the list: add what is not shown yet, forget what has ended."""
+        found = {each.id for each in machines.values() if each.tags.get("token") == intent.token}
+        if not self._is_settled(intent):
+            for each in set(intent.ids or ()) - machines.keys():
+                tags = {**self.tags, "token": intent.token}
+                machines[each] = Machine(each, "starting", "", Offer(intent.offer), tags)
+            return
+        if intent.ids is None and found:
+            self.folder.answer(intent, tuple(sorted(found)))
+        left = [each for each in found if machines[each].state != "ended"]
+        if not left:
+            self.folder.forget(intent.token)
+
+    def _is_settled(self, intent: Intent) -> bool:
+        """Return whether a list must show the machines of an order by now.
+
+        Either clock may say so: this computer's may have been set, or the order may be old.
+        """
+        seen_s = time.monotonic() - self._seen_intents.setdefault(intent.token, time.monotonic())
+        return time.time() - intent.at >= self._settle_s or seen_s >= self._settle_s
+
+    def started_by(self, by: str) -> set[str]:
+        """Return the tokens of what a run or cluster has ordered."""
+        return {intent.token for intent in self.folder.intents() if intent.by == by}
+
+    # -- more ------------------------------------------------------------------------------
+
+    def offers(self) -> Sequence[Offer]:
+        """Return all pools of the definition, with prices that are at most some minutes old.
+
+        Raises:
+            CloudError: the provider does not answer.
+        """
+        if time.monotonic() >= self._offers_until:
+            asked = self.definition
+            found = self._provider.offers(asked.types, asked.zones, asked.spot)
+            slots = asked.slots
+            self._offers = tuple(
+                found if slots is None else (replace(o, slots=slots) for o in found)
+            )
+            self._offers_until = time.monotonic() + _OFFERS_S
+        return self._offers
+
+    def plan(self, number: int, on_demand: int) -> list[tuple[Offer, int]]:
+        """Return what :meth:`start` would start if every pool had enough, and start nothing."""
+        planned: list[tuple[Offer, int]] = []
+        started: list[Machine] = []
+        for offer, most in self._pools(number, (), started, on_demand):
+            planned.append((offer, most))
+            started += [Machine("", "starting", "", offer)] * most
+        return planned
+
+    def start(self, number: int, held: Sequence[Machine], on_demand: int) -> list[Machine]:
+        """Start up to so many machines, pool by pool, and return those that were started.
+
+        Args:
+            held: the machines that there are.
+            on_demand: how many of the new ones may be on demand.
+
+        Raises:
+            CloudError: none could be started; says why of each pool.
+            CredentialsError: no call can succeed.
+            RunError: an order cannot be written down, or the machines are being ended.
+        """
+        if self._ladder.not_before > time.monotonic():
+            raise ThrottledError(self._throttled_words())
+        started: list[Machine] = []
+        told: dict[str, None] = {}
+        for offer, most in self._pools(number, held, started, on_demand):
+            try:
+                got = self._order(offer, most)
+            except CredentialsError:
+                raise
+            except CloudError as error:
+                self._ladder.refused(offer, error, time.monotonic())
+                told[f"{offer.name}: {error}"] = None
+                self._tell(f"{offer.name}: {error}")
+                if isinstance(error, ThrottledError):
+                    break
+                continue
+            self._ladder.started()
+            started += got
+            if len(got) < most:
+                short = CapacityError(f"it had {len(got)} of {most}")
+                self._ladder.refused(offer, short, time.monotonic())
+                self._tell(f"{offer.name}: {short}")
+        if not started and number:
+            now = time.monotonic()
+            for offer in self.offers():
+                if why := self._ladder.why_not(offer, now):
+                    told.setdefault(f"{offer.name}: {why}")
+            raise CapacityError(f"no machine can be had now: {'; '.join(told) or self._no_pool()}")
+        return started
+
+    def _no_pool(self) -> str:
+        asked = self.definition
+        if asked.budget is not None and all(offer.price is None for offer in self.offers()):
+            return f"no price is known, so that --budget {asked.budget:g} allows none"
+        if asked.budget is not None:
+            return f"every pool would exceed --budget {asked.budget:g} an hour"
+        if asked.spot and not any(offer.spot for offer in self.offers()):
+            return f"there are no spot machines of type {', '.join(asked.types)}"
+        return f"no pool has the types {', '.join(asked.types)}"
+
+    def _throttled_words(self) -> str:
+        left_s = self._ladder.not_before - time.monotonic()
+        return f"too many calls: nothing is asked for {duration_words(left_s)}"
+
+    def _pools(
+        self, number: int, held: Sequence[Machine], started: Sequence[Machine], on_demand: int
+    ) -> Iterator[tuple[Offer, int]]:
+        """Yield the pools to ask one after another, each with how many machines to ask for.
+
+        Spot machines are spread over the pools first, since a pool loses its machines together.
+        """
+        usable = self._ladder.usable(self.offers(), time.monotonic())
+        pools = sorted(usable, key=lambda offer: _rank(offer, held))
+        spot = [offer for offer in pools if offer.spot]
+        shares = [(offer, 1 / (len(spot) - at)) for at, offer in enumerate(spot)]
+        for offer, part in [*shares, *((offer, 1.0) for offer in pools)]:
+            if self._ladder.why_not(offer, time.monotonic()):
+                continue
+            missing = number - len(started)
+            if not offer.spot:
+                missing = min(missing, on_demand - sum(not each.offer.spot for each in started))
+            most = min(math.ceil(missing * part), self._affordable(offer, [*held, *started]))
+            if most > 0:
+                yield offer, most
+
+    def _affordable(self, offer: Offer, held: Sequence[Machine]) -> int:
+        """Return how many machines of a pool the budget allows beside those held."""
+        if self.definition.budget is None:
+            return self.definition.most
+        if offer.price is None:
+            return 0  # nobody knows what it would cost
+        if offer.price == 0:
+            return self.definition.most
+        spent = sum(each.offer.price or 0.0 for each in held)
+        return math.floor((self.definition.budget - spent) / offer.price + 1e-9)
+
+    def _order(self, offer: Offer, number: int) -> list[Machine]:
+        """Send an order that is on disk before."""
+        with self.folder.changing():
+            self.definition = self.folder.read()
+            if self.definition.ending:
+                raise RunError(f"cloud {self.definition.name} is being ended: cloud down")
+            if self.left_s <= 0:
+                raise RunError(
+                    f"the time of cloud {self.definition.name} is over: hvd-elastic cloud down "
+                    f"{self.definition.name}, then cloud up with a new --max-hours"
+                )
+            token = secrets.token_hex(16)
+            intent = Intent(token, offer.name, number, time.time(), self._by)
+            deadline = datetime.fromtimestamp(self.definition.deadline, timezone.utc)
+            tags = {**self.tags, "token": token, "deadline": deadline.isoformat(timespec="seconds")}
+            script = user_data(
+                self.left_s,
+                min(self.lease_s, self.left_s),
+                self.definition.login or "root",
+                self.definition.public_key,
+            )
+            self.folder.begin(intent)
+            order = Order(offer, number, token, tags, script, self.left_s)
+            try:
+                started = list(self._provider.start(order))
+            except _REFUSED:
+                self.folder.forget(token)
+                raise
+            except CloudError as error:
+                self._tell(f"{offer.name}: {error}; whether it has started machines is looked up")
+            else:
+                self.folder.answer(intent, tuple(each.id for each in started))
+                return started
+        return self._look_up(intent)
+
+    def _look_up(self, intent: Intent) -> list[Machine]:
+        """Return the machines of an order whose answer was lost, as soon as a list can be believed.
+
+        Raises:
+            CloudError: it has started none.
+        """
+        while not self._is_settled(intent):
+            time.sleep(_POLL_S)
+        tags = {**self.tags, "token": intent.token}
+        found = [each for each in self._provider.list(tags) if each.state != "ended"]
+        if found:
+            self.folder.answer(intent, tuple(each.id for each in found))
+            return found
+        self.folder.forget(intent.token)
+        raise CloudError("the order was not answered, and has started no machine")
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def stop(self, ids: Sequence[str]) -> None:
+        """Have machines terminated for good.
+
+        Raises:
+            CloudError: the provider does not answer.
+        """
+        self._provider.stop(ids)
+
+    def end_all(self, tokens: Collection[str] | None = None) -> int:
+        """End the machines, and return how many there were when the provider says that all ended.
+
+        Args:
+            tokens: end only what these orders have started; None: everything.
+
+        Raises:
+            CloudError: the provider does not answer, so that machines may still be there.
+        """
+        ended: set[str] = set()
+        asked: dict[str, float] = {}
+        fails, wait_s, said = 0, _POLL_S, -1
+        while True:
+            try:
+                left = [m for m in self.look() if tokens is None or m.tags.get("token") in tokens]
+                now = time.monotonic()
+                due = [m.id for m in left if now >= asked.get(m.id, -math.inf)]
+                if due:
+                    self._provider.stop(due)
+                    # Asked again now and then: some start after they were told to stop.
+                    asked |= dict.fromkeys(due, now + 3 * _LONGEST_POLL_S)
+                fails = 0
+            except CredentialsError:
+                raise
+            except CloudError as error:
+                fails += 1
+                if fails == _TRIES:
+                    raise CloudError(
+                        f"machines may still be running, since the cloud does not answer: {error}. "
+                        f"Repeat it: hvd-elastic cloud down {self.definition.name}"
+                    ) from error
+                self._tell(f"{error}; trying again")
+                time.sleep(wait_s := min(2 * wait_s, _LONGEST_POLL_S))
+                continue
+            ended |= {each.id for each in left}
+            open_orders = [
+                intent
+                for intent in self.folder.intents()
+                if intent.ids is None and (tokens is None or intent.token in tokens)
+            ]
+            if not left and not open_orders:
+                return len(ended)
+            if len(left) != said and left:
+                said = len(left)
+                self._tell(f"{count(said, 'machine')} to end")
+            elif not left and said:
+                said = 0
+                self._tell("an order was not answered: looking for its machines")
+            time.sleep(wait_s)
+            wait_s = min(1.2 * wait_s, _LONGEST_POLL_S)
+
+    def mark_ending(self) -> None:
+        """Have nobody start machines of this cloud from now on."""
+        with self.folder.changing():
+            self.definition = replace(self.folder.read(), ending=True)
+            self.folder.write(self.definition)
+
+
+def _rank(offer: Offer, held: Sequence[Machine]) -> tuple[bool, int, float]:
+    """Return the place of a pool: spot first, then with the fewest machines, then the cheapest."""
+    pool = (offer.type, offer.zone, offer.spot)
+    there = sum((m.offer.type, m.offer.zone, m.offer.spot) == pool for m in held)
+    price = math.inf if offer.price is None else offer.price / max(1, offer.slots)
+    return not offer.spot, there if offer.spot else 0, price

@@ -1,0 +1,193 @@
+"""Reach the machines of a cloud over ssh: know their keys, check them, renew leases."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from hvd_elastic.engines.cloud.lease import renew_lease
+from hvd_elastic.engines.cloud.provider import Machine
+from hvd_elastic.engines.cloud.records import CloudFolder, Definition
+from hvd_elastic.errors import SshError
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.fanout import Stopper, fan_out
+from hvd_elastic.hosts.hostfile import Host, write_hostfile
+from hvd_elastic.hosts.known_hosts import KeyState, forget, remember
+from hvd_elastic.hosts.route import own_known_hosts
+from hvd_elastic.hosts.ssh import connect, read_host_key
+
+_CONNECT_S = 5.0
+_LIMIT_S = 30.0
+"""Time limit for all that is done on a machine at a time [s]."""
+
+
+class UnfitError(SshError):
+    """A machine that will never be able to train."""
+
+
+class Reach:
+    """Reaches the machines of a cloud.
+
+    Args:
+        definition: user, ssh configuration and slots of its machines.
+    """
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+        config = definition.ssh_config
+        self.options = SshOptions(
+            config_path=None if config is None else Path(config), connect_timeout_s=_CONNECT_S
+        )
+        self.unfit: set[str] = set()
+        """Machines that will never be able to train, by id."""
+        self._trusted = CloudFolder(definition.name).path / "trusted"
+        """Machines whose host key was accepted once, by id: another key is refused from then on."""
+        self._preparing: dict[str, subprocess.Popen[bytes]] = {}
+        """Commands that prepare machines, by id; they stay when they have ended."""
+
+    def host_of(self, machine: Machine) -> Host:
+        """Return the line of a hostfile for a machine that has an address."""
+        offer, asked = machine.offer, self._definition
+        market = "spot" if offer.spot else "on-demand"
+        return Host(
+            machine.address,
+            slots=asked.slots or offer.slots,
+            user=asked.login or None,
+            port=machine.port,
+            price=offer.price,
+            labels=tuple(each for each in (market, offer.type, offer.zone) if each),
+        )
+
+    def hosts_of(self, machines: Iterable[Machine]) -> list[Host]:
+        """Return the lines of a hostfile for machines, in the order of their ids."""
+        return [self.host_of(each) for each in sorted(machines, key=lambda each: each.id)]
+
+    def renew(self, machines: Sequence[Machine], lease_s: float) -> Mapping[str, str]:
+        """Renew the leases of machines, which also shows that they can be used.
+
+        Returns:
+            By the id of each machine, why it cannot be reached or used; empty: it can.
+        """
+        by_name = {each.address: each for each in machines if each.address}
+
+        def visit(host: Host, stopper: Stopper) -> None:
+            machine = by_name[host.name]
+            if not (self._trusted / machine.id).exists():
+                self._trust(host)
+                self._trusted.mkdir(mode=0o700, exist_ok=True)
+                (self._trusted / machine.id).touch()
+            with connect(host, self.options) as connection:
+                stopper.add_action(connection.close)
+                renew_lease(connection, lease_s)
+                if not connection.run(["sh", "-c", "command -v python3"], _LIMIT_S).ok:
+                    raise UnfitError(
+                        f"host {host.name}: there is no python3: take an image that has Python"
+                    )
+            self._prepare(machine)
+
+        hosts = [self.host_of(each) for each in by_name.values()]
+        found = {each.id: "it has no address yet" for each in machines}
+        for result in fan_out(hosts, visit, timeout_s=_LIMIT_S):
+            machine = by_name[result.host.name]
+            found[machine.id] = "" if result.ok else result.error
+            if isinstance(result.exception, UnfitError):
+                self.unfit.add(machine.id)
+        return found
+
+    def _prepare(self, machine: Machine) -> None:
+        """Have a new machine prepared by the user's command; return when that has succeeded.
+
+        Raises:
+            SshError: it is not done yet, or has failed.
+        """
+        command = self._definition.prepare
+        if not command:
+            return
+        folder = CloudFolder(self._definition.name).path / "prepare"
+        log = folder / f"{machine.id}.log"
+        if machine.id not in self._preparing:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            hosts = folder / f"{machine.id}.hosts"
+            write_hostfile(hosts, [self.host_of(machine)])
+            with log.open("wb") as file:
+                self._preparing[machine.id] = subprocess.Popen(
+                    ["/bin/sh", "-c", command],
+                    env={**os.environ, "HOSTFILE": str(hosts)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+        status = self._preparing[machine.id].poll()
+        if status is None:
+            raise SshError(f"host {machine.address}: it is being prepared, see {log}")
+        if status:
+            raise UnfitError(
+                f"host {machine.address}: the command that prepares it ended with exit status "
+                f"{status}, see {log}"
+            )
+
+    def _trust(self, host: Host) -> None:
+        """Accept the key of a machine that has just started, in place of an earlier one's.
+
+        The address may have belonged to another machine before.
+        """
+        name, key, state, known = read_host_key(host, self.options)
+        path = own_known_hosts()
+        if state is KeyState.CHANGED and known is not None and known.path == path:
+            forget(path, name)
+            state = KeyState.UNKNOWN
+        if state is KeyState.UNKNOWN:
+            remember(path, [(name, key)])
+
+    def wait(
+        self,
+        look: Callable[[], Sequence[Machine]],
+        ids: Sequence[str],
+        lease_s: float,
+        limit_s: float,
+        tell: Callable[[str], None],
+    ) -> tuple[list[Machine], Mapping[str, str]]:
+        """Wait until machines can be used.
+
+        Args:
+            look: returns all machines of the cloud.
+            ids: the machines to wait for.
+            lease_s: their lease from then on [s].
+            limit_s: how long they may take [s].
+
+        Returns:
+            Those that can be used, and by the id of each other one why it cannot.
+        """
+        ready: dict[str, Machine] = {}
+        why = dict.fromkeys(ids, "it has not started")
+        ends, said = time.monotonic() + limit_s, ""
+        while True:
+            there = {each.id: each for each in look()}
+            for each in [each for each in why if each in there and there[each].is_live]:
+                why[each] = f"it is {there[each].state}"
+            gone = [each for each in why if each not in there or not there[each].is_live]
+            waiting = [there[each] for each in why if each not in gone]
+            running = [each for each in waiting if each.state == "running"]
+            for each, reason in self.renew(running, lease_s).items():
+                why[each] = reason
+                if not reason:
+                    ready[each] = there[each]
+                    del why[each]
+            reasons = "; ".join(sorted(set(why.values())))
+            text = f"{len(ready)} of {count(len(ids), 'machine')} can be used"
+            if (text := f"{text}: {reasons}" if reasons else text) != said:
+                said = text
+                tell(text)
+            for each in gone:
+                machine = there.get(each)
+                why[each] = (machine.why if machine else "") or "it has ended by itself"
+            if not set(why) - {*gone, *self.unfit} or time.monotonic() >= ends:
+                return list(ready.values()), why
+            time.sleep(_POLL_S)
+
+
+_POLL_S = 2.0

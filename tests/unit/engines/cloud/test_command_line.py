@@ -1,0 +1,87 @@
+"""The options of ``hvd-elastic cloud``: what is refused before a cloud is asked, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli.engines.cloud import UpOptions
+from hvd_elastic.engines.cloud.records import CloudFolder, owner
+from hvd_elastic.errors import RunError, UsageError
+
+VALID = {
+    "provider": "command",
+    "programs": Path("/programs"),
+    "types": "small,large",
+    "instances": "2-8",
+    "max_hours": 12.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"types": None}, "--type"),
+        ({"instances": None}, "--instances"),
+        ({"instances": "8-2"}, "Did you mean --instances 2-8"),
+        ({"instances": "0"}, "at least 1 instance"),
+        ({"max_hours": None}, "--max-hours 12"),
+        ({"max_hours": 0.001}, "less than 30 s"),
+        ({"budget": "much"}, "--budget takes a price"),
+        ({"budget": "-1"}, "--budget takes a price"),
+        ({"addresses": "both"}, "public or private"),
+        ({"public_key": Path("/no/such.pub")}, "--public-key"),
+        ({"ssh_config": Path("/no/such")}, "--ssh-config"),
+    ],
+)
+def test_wrong_options_are_refused_with_what_is_valid(change, words) -> None:
+    with pytest.raises(UsageError, match=words):
+        UpOptions(**{**VALID, **change}).definition("lab")
+
+
+@pytest.mark.parametrize("name", ["", "Lab", "../lab", "a b", "x" * 40])
+def test_what_cannot_be_a_name_is_refused(name) -> None:
+    with pytest.raises(UsageError, match="cannot name a cloud"):
+        UpOptions(**VALID).definition(name)  # type: ignore[arg-type]
+
+
+def test_a_private_key_in_place_of_a_public_one_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "id"
+    key.write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END\n")
+    with pytest.raises(UsageError, match="not one line with a public key"):
+        UpOptions(**VALID, public_key=key).definition("lab")  # type: ignore[arg-type]
+
+
+def test_a_definition_is_read_as_it_was_written() -> None:
+    definition = UpOptions(**VALID, budget="40/h", spot=True).definition("lab")  # type: ignore[arg-type]
+    folder = CloudFolder("lab")
+    folder.write(definition)
+    assert CloudFolder.open("lab").read() == definition
+    assert (definition.least, definition.most, definition.budget) == (2, 8, 40.0)
+
+
+def test_a_cloud_that_is_not_known_is_named_with_those_that_are() -> None:
+    CloudFolder("lab").write(UpOptions(**VALID).definition("lab"))  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"no cloud is named lap \(clouds here: lab\)"):
+        CloudFolder.open("lap")
+
+
+def test_one_user_at_a_time_has_a_cloud() -> None:
+    folder = CloudFolder("lab")
+    folder.write(UpOptions(**VALID).definition("lab"))  # type: ignore[arg-type]
+    with folder.use("run r1"):
+        with pytest.raises(RunError, match="used by run r1"):
+            folder.use("run r2")
+    folder.use("run r2").close()
+
+
+def test_the_owner_stays_when_the_computer_gets_another_name(monkeypatch) -> None:
+    first = owner()
+    monkeypatch.setattr("socket.gethostname", lambda: "renamed")
+    assert owner() == first

@@ -1,0 +1,104 @@
+"""The lease of a machine of a cloud: it shuts the machine down, and a renewal delays that."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.programs import lease
+
+Start = Callable[[float, float], "Machine"]
+
+
+class Machine:
+    """The program of a machine, whose ``shutdown`` leaves a file."""
+
+    def __init__(self, folder: Path, lease_s: float, max_s: float) -> None:
+        self.lease, self._down = folder / "lease", folder / "down"
+        for name in ("shutdown", "poweroff"):  # those of this machine must not be found
+            program = folder / name
+            program.write_text(
+                f'#!/bin/sh\necho "$@" > {self._down}.new\n/bin/mv {self._down}.new {self._down}\n'
+            )
+            program.chmod(0o755)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                lease.__file__,
+                self.lease,
+                str(lease_s),
+                str(max_s),
+                getpass.getuser(),
+            ],
+            env={**os.environ, "PATH": str(folder)},
+        )
+
+    def wait_down(self) -> str:
+        while not self._down.exists():
+            assert self.process.poll() is None
+            time.sleep(0.05)
+        return self._down.read_text().strip()
+
+    @property
+    def is_down(self) -> bool:
+        return self._down.exists()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Machine] = []
+
+    def start(lease_s: float, max_s: float) -> Machine:
+        made.append(Machine(tmp_path, lease_s, max_s))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.process.kill()
+        each.process.wait()
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("lease_s", "max_s"), [(0.5, 600.0), (600.0, 0.5)])
+def test_a_machine_shuts_down_at_the_end_of_its_lease_and_at_its_deadline(
+    start, lease_s, max_s
+) -> None:
+    assert start(lease_s, max_s).wait_down() == "-h now"
+
+
+def test_a_renewed_lease_keeps_a_machine_and_what_is_no_number_does_not(start) -> None:
+    machine = start(4.0, 600.0)
+    wait_for(machine.lease)
+    machine.lease.write_text("8\n")
+    time.sleep(1.5)
+    machine.lease.write_text("0\n")  # nor does a shorter one end it
+    time.sleep(3.5)  # beyond the first lease
+    assert not machine.is_down
+    machine.lease.write_text("nonsense\n")
+    machine.wait_down()
+
+
+def test_no_renewal_reaches_beyond_the_deadline(start) -> None:
+    machine = start(2.0, 4.0)
+    wait_for(machine.lease)
+    machine.lease.write_text("600\n")
+    machine.wait_down()
+
+
+def test_only_root_and_its_user_may_write_the_lease(start) -> None:
+    machine = start(600.0, 600.0)
+    wait_for(machine.lease)
+    time.sleep(0.3)
+    assert machine.lease.stat().st_mode & 0o077 == 0
+    assert machine.lease.owner() == getpass.getuser()
