@@ -107,7 +107,9 @@ def test_what_kubectl_says_comes_with_what_to_do(kubectl, capsys, said, advice) 
     assert advice in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")
 def test_an_interrupted_submission_leaves_no_job(kubectl, capsys) -> None:
+    """Python waits 0.25 s for the child of an interrupted call, and leaves a slower one."""
     path = kubectl / "kubectl"
     first, rest = path.read_text().split("\n", 1)
     path.write_text(
