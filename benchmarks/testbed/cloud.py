@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import math
+import socket
 import threading
 import time
 import urllib.parse
@@ -102,7 +103,8 @@ class Cloud:
         shutdown_s: how long an instance is shutting down [s].
         prices: on-demand price by type [USD per hour].
         spot_price: returns the spot price of a type in a zone.
-        before_answer: called with the action of each call before it is answered.
+        before_answer: called with the action of each call before it is answered; the answer is
+            lost if it raises ``ConnectionResetError``.
         calls: action and time of each call.
     """
 
@@ -277,7 +279,11 @@ class Cloud:
             if target:
                 text = json.dumps({"__type": error.code, "message": str(error)})
             answer = (f"{error.status} refused", [("Content-Type", "text/xml")], text.encode())
-        self.before_answer(action)
+        try:
+            self.before_answer(action)
+        except ConnectionResetError:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)  # else the caller waits for it
+            raise
         status, headers, content = answer
         start_response(status, [*headers, ("Content-Length", str(len(content)))])
         return [content]
