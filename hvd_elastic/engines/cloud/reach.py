@@ -82,11 +82,12 @@ class Reach:
                 (self._trusted / machine.id).touch()
             with connect(host, self.options) as connection:
                 stopper.add_action(connection.close)
-                renew_lease(connection, lease_s)
+                # Before the lease, which a program of Python keeps.
                 if not connection.run(["sh", "-c", "command -v python3"], _LIMIT_S).ok:
                     raise UnfitError(
                         f"host {host.name}: there is no python3: take an image that has Python"
                     )
+                renew_lease(connection, lease_s)
             self._prepare(machine)
 
         hosts = [self.host_of(each) for each in by_name.values()]
