@@ -18,11 +18,15 @@ from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import RunningJob, Stage
 from tests.engines.markets import Ec2, Market, Rack
-from tests.paths import ALL, LIMIT_S
+from tests.paths import ALL, COSTLY, LIMIT_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.root]
 
 KILLS = 20 if ALL else 3
+long = pytest.mark.parametrize(
+    "clean_market", [pytest.param("command", marks=COSTLY), "aws"], indirect=True, scope="module"
+)
+"""Marks tests that take long: with programs of the user they are costly variants."""
 
 
 @pytest.fixture(scope="module", params=["command", "aws"])
@@ -125,6 +129,7 @@ def kill_after(process: subprocess.Popen[str], after_s: float) -> None:
 
 
 @pytest.mark.timeout(60 * KILLS + 600)
+@long
 def test_up_that_is_killed_leaves_nothing_that_down_does_not_end(market: Market) -> None:
     theirs = market.start_bystander()
     began = time.monotonic()
@@ -140,6 +145,7 @@ def test_up_that_is_killed_leaves_nothing_that_down_does_not_end(market: Market)
 
 
 @pytest.mark.timeout(60 * KILLS + 600)
+@long
 def test_down_that_is_killed_can_be_repeated(market: Market) -> None:
     theirs = market.start_bystander()
     for number, after_s in enumerate(moments("down", KILLS, 3.0)):
@@ -150,6 +156,7 @@ def test_down_that_is_killed_can_be_repeated(market: Market) -> None:
         assert market.hosts_on() == {theirs}, f"killed after {after_s:.2f} s"
 
 
+@long
 def test_machines_whose_leader_is_gone_end_with_their_lease(market: Market) -> None:
     theirs = market.start_bystander()
     market.settings["LEASE"] = 8.0
@@ -161,6 +168,7 @@ def test_machines_whose_leader_is_gone_end_with_their_lease(market: Market) -> N
     assert "none is left" in market.call("down", "lab").stdout
 
 
+@long
 def test_machines_end_at_their_deadline_and_down_expired_forgets_them(market: Market) -> None:
     theirs = market.start_bystander()
     deadline = ("--max-hours", str(40 / 3600))
@@ -220,6 +228,7 @@ def test_a_run_asks_for_its_machines_and_gives_them_back(market: Market) -> None
     market.call("down", "lab")
 
 
+@long
 def test_a_cluster_asks_for_machines_while_jobs_wait_and_ends_what_they_leave(
     market: Market,
 ) -> None:
@@ -243,6 +252,7 @@ def test_a_cluster_asks_for_machines_while_jobs_wait_and_ends_what_they_leave(
 
 
 @pytest.mark.timeout(90 * KILLS + 600)
+@long
 def test_a_run_that_is_killed_leaves_machines_only_as_long_as_their_lease(market: Market) -> None:
     theirs = market.start_bystander()
     market.settings["LEASE"] = 10.0
