@@ -184,7 +184,7 @@ def test_a_policy_takes_a_node_that_it_uses_and_scancel_costs_no_step(stage, nod
         slurm.call("scancel", job.first_job())
         (finished,) = job.wait_for(lambda: job.kinds("run_finished"), "its end", ended_too=True)
         assert finished["checkpoint_step"] == finished["steps"] > 0
-        way_on = f"go on with: hvd-elastic slurm submit --resume {job.run_id}"
+        way_on = f"resume with: hvd-elastic slurm submit --resume {job.run_id}"
         job.wait_for(lambda: way_on in job.output_of_jobs(), way_on, ended_too=True)
 
 
