@@ -140,10 +140,10 @@ def order_pools(pools: Sequence[_Pool], held: Mapping[_Pool, int]) -> list[_Pool
     Args:
         held: number of the run's machines in each pool.
     """
-    cheapest = min((_slot_price(pool) for pool in pools), default=math.inf)
+    cheapest = min((slot_price(pool) for pool in pools), default=math.inf)
 
     def rank(pool: _Pool) -> tuple[bool, int, float]:
-        price = _slot_price(pool)
+        price = slot_price(pool)
         similar = pool.spot and price <= _SIMILAR * cheapest
         return (not similar, held.get(pool, 0) if similar else 0, price)
 
@@ -154,20 +154,21 @@ def useful_pools(pools: Sequence[_Pool], *, spot: bool) -> list[_Pool]:
     """Return the pools of one kind, without spot pools that are not cheaper than on demand."""
     if not spot:
         return [pool for pool in pools if not pool.spot]
-    demand = [_slot_price(pool) for pool in pools if not pool.spot and pool.price is not None]
+    demand = [slot_price(pool) for pool in pools if not pool.spot and pool.price is not None]
     limit = min(demand, default=math.inf)
     return [
-        pool for pool in pools if pool.spot and (pool.price is None or _slot_price(pool) < limit)
+        pool for pool in pools if pool.spot and (pool.price is None or slot_price(pool) < limit)
     ]
 
 
 def cheapest_pool(pools: Sequence[_Pool]) -> _Pool | None:
     """Return the pool with the lowest price for a slot; None: there is no pool."""
-    return min(pools, key=_slot_price, default=None)
+    return min(pools, key=slot_price, default=None)
 
 
-def _slot_price(pool: MachinePool) -> float:
-    return math.inf if pool.price is None else pool.price / pool.slots
+def slot_price(pool: MachinePool) -> float:
+    """Return the price of a slot of a pool [currency per hour]; infinite: not known."""
+    return math.inf if pool.price is None else pool.price / max(1, pool.slots)
 
 
 def _within_budget(

@@ -26,6 +26,7 @@ from hvd_elastic.cli.options import (
 )
 from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.cli.runs.run_options import check_ssh_config
+from hvd_elastic.cli.runs.scaling_options import parse_budget
 from hvd_elastic.engines.cloud.engine import START_LIMIT_S
 from hvd_elastic.engines.cloud.machines import Machines
 from hvd_elastic.engines.cloud.provider import Machine, Offer, Provider
@@ -42,9 +43,11 @@ from hvd_elastic.engines.cloud.records import (
 from hvd_elastic.errors import HvdElasticError, RunError, UsageError
 from hvd_elastic.formatting import count, date_words, duration_words
 from hvd_elastic.hosts.hostfile import write_hostfile
+from hvd_elastic.policy.spot import slot_price
 from hvd_elastic.records.process_lock import is_locked
 
 _KEYS = ("id_ed25519.pub", "id_ecdsa.pub", "id_rsa.pub")
+_POLL_S = 2.0
 _LEAST_S = 30.0
 """Shortest life of a machine that can be asked for [s]."""
 
@@ -186,7 +189,7 @@ class UpOptions(PoolOptions):
             most,
             self.spot,
             max_s,
-            _budget(self.budget),
+            None if self.budget is None else parse_budget(self.budget),
             self.slots,
             login,
             None if self.ssh_config is None else str(self.ssh_config.expanduser().absolute()),
@@ -219,18 +222,6 @@ class UpOptions(PoolOptions):
 
 def _words(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, (text or "").replace(",", " ").split())))
-
-
-def _budget(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        value = float(text.removesuffix("/h"))
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"--budget takes a price for an hour such as 40 or 40/h, not '{text}'")
-    return value
 
 
 # -- up ----------------------------------------------------------------------------------------
@@ -485,17 +476,20 @@ def _end_these(provider: Provider, ids: Sequence[str]) -> int:
     return len(ids)
 
 
-_POLL_S = 2.0
-
-
 def _is_past(machine: Machine) -> bool:
+    deadline = _deadline_of(machine)
+    return machine.state != "ended" and deadline is not None and deadline < time.time()
+
+
+def _deadline_of(machine: Machine) -> float | None:
+    """Return the deadline that a machine is tagged with [Unix s]; None: it has none."""
     try:
         deadline = datetime.fromisoformat(machine.tags.get("deadline", ""))
     except ValueError:
-        return False
+        return None
     if deadline.tzinfo is None:
         deadline = deadline.replace(tzinfo=timezone.utc)
-    return machine.state != "ended" and deadline.timestamp() < time.time()
+    return deadline.timestamp()
 
 
 def _providers(options: ProviderOptions) -> list[tuple[str, Provider]]:
@@ -576,17 +570,13 @@ def prices(options: PoolOptions, as_json: AsJson = False) -> None:
     """
     provider = provider_named(options.provider, options.settings)
     found = provider.offers(options.type_list, _words(options.zones), options.spot)
-    offers = sorted(found, key=_price_of_slot)
+    offers = sorted(found, key=slot_price)
     if as_json:
         print_json([asdict(each) for each in offers])
         return
     rows = [["TYPE", "ZONE", "MARKET", "SLOTS", "PRICE/H", "SLOT/H"]]
-    rows += [[*_pool_cells(each), _cell(_price_of_slot(each))] for each in offers]
+    rows += [[*_pool_cells(each), _cell(slot_price(each))] for each in offers]
     print_table(rows)
-
-
-def _price_of_slot(offer: Offer) -> float:
-    return float("inf") if offer.price is None else offer.price / offer.slots
 
 
 def _pool_cells(offer: Offer) -> list[str]:
@@ -603,10 +593,7 @@ def _cloud_row(definition: Definition) -> dict[str, Any]:
 
 
 def _machine_row(machine: Machine) -> dict[str, Any]:
-    tags, offer = machine.tags, machine.offer
-    left_s: float | None = None
-    with contextlib.suppress(ValueError):
-        left_s = datetime.fromisoformat(tags.get("deadline", "")).timestamp() - time.time()
+    tags, offer, deadline = machine.tags, machine.offer, _deadline_of(machine)
     return {
         "cloud": tags.get("cloud", ""),
         "id": machine.id,
@@ -619,7 +606,7 @@ def _machine_row(machine: Machine) -> dict[str, Any]:
         "owner": tags.get("owner", ""),
         "started": machine.started,
         "deadline": tags.get("deadline", ""),
-        "ends in": "–" if left_s is None else duration_words(max(0.0, left_s)),
+        "ends in": "–" if deadline is None else duration_words(max(0.0, deadline - time.time())),
     }
 
 

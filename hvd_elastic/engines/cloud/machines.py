@@ -30,6 +30,7 @@ from hvd_elastic.engines.cloud.provider import (
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.policy.spot import slot_price
 
 _SETTLE_S = 30.0
 """How long after an order a list without its machines is not believed [s]."""
@@ -359,5 +360,4 @@ def _rank(offer: Offer, held: Sequence[Machine]) -> tuple[bool, int, float]:
     """Return the place of a pool: spot first, then with the fewest machines, then the cheapest."""
     pool = (offer.type, offer.zone, offer.spot)
     there = sum((m.offer.type, m.offer.zone, m.offer.spot) == pool for m in held)
-    price = math.inf if offer.price is None else offer.price / max(1, offer.slots)
-    return not offer.spot, there if offer.spot else 0, price
+    return not offer.spot, there if offer.spot else 0, slot_price(offer)

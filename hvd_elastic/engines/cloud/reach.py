@@ -21,6 +21,7 @@ from hvd_elastic.hosts.route import own_known_hosts
 from hvd_elastic.hosts.ssh import connect, read_host_key
 
 _CONNECT_S = 5.0
+_POLL_S = 2.0
 _LIMIT_S = 30.0
 """Time limit for all that is done on a machine at a time [s]."""
 
@@ -189,6 +190,3 @@ class Reach:
             if not set(why) - {*gone, *self.unfit} or time.monotonic() >= ends:
                 return list(ready.values()), why
             time.sleep(_POLL_S)
-
-
-_POLL_S = 2.0
