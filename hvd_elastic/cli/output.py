@@ -36,9 +36,9 @@ def table_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> lis
     ]
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose cells end at the right."""
-    for line in table_lines(rows):
+def print_table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> None:
+    """Print a table; arguments as of :func:`table_lines`."""
+    for line in table_lines(rows, left):
         print(line)
 
 

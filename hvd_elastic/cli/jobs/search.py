@@ -29,7 +29,7 @@ from hvd_elastic.cli.options import (
     parse_duration,
     whole_number_option,
 )
-from hvd_elastic.cli.output import print_json, print_rows, table_lines, wait_until
+from hvd_elastic.cli.output import print_json, print_rows, print_table, table_lines, wait_until
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
@@ -339,8 +339,7 @@ def list_(as_json: AsJson = False) -> None:
             ]
             for about in found
         ]
-        for line in table_lines(cells, left={0, 1, 3, 4}):
-            print(line)
+        print_table(cells, left={0, 1, 3, 4})
     elif not unreadable:
         print("there is no study yet; start one with: hvd-elastic search --param …")
     if unreadable:

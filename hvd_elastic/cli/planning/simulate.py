@@ -20,7 +20,7 @@ from hvd_elastic.cli.options import (
     parse_duration,
     whole_number_option,
 )
-from hvd_elastic.cli.output import print_json, table_lines
+from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words
@@ -280,8 +280,7 @@ def simulate_spot_machines(
         ]
         for row in rows
     ]
-    for line in table_lines([head, *cells], left={0}):
-        print(line)
+    print_table([head, *cells], left={0})
     source = "measured" if paths else f"generated availability of {_SPOT_POOLS} pools"
     print(
         f"Cost relative to {count(machines, 'machine')} on demand, mean of "
