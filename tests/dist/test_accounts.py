@@ -92,6 +92,21 @@ class Lab:
                     found.append(process)
         return found
 
+    def lose_all_processes(self) -> None:
+        """Kill them all at one moment, as a reboot does.
+
+        One after the other is not the same: a daemon that outlives a leader starts another one.
+        """
+        stopped: set[psutil.Process] = set()
+        while found := set(self.processes(*self.users)) - stopped:
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            stopped |= found
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
 
 def keeper_of(user: str) -> Path:
     """The lock of an account's keeper."""
@@ -242,9 +257,7 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     until(lambda: not is_locked(keeper_of(eve)), "her keeper ends with her last job")
 
     # The machine's reboot.
-    for process in lab.processes(*lab.users):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    lab.lose_all_processes()
     lab.up()
     lost = lab.submit(dan, "--plain", "--hold", "--", "true")
     kept = (keeper_of(dan).parent / "jobs").iterdir()
