@@ -23,9 +23,10 @@ _LAG = 1 / 1000
 the half-life. Less makes jobs wait longer; more lets use and share differ for longer."""
 _LEAST_LAG_S = 60.0
 """The least such time [s]: jobs keep their slots for about as long."""
-_SLACK = 1.0
-"""How far the lag of a user may move, in such times, until the worth of the user's jobs follows:
-else jobs of equal worth would take turns at each decision."""
+_SLACK = 1 / 4
+"""How far the lag of a user moves until the worth of the user's jobs follows, as a part of such a
+time, and at least by the least one: else jobs of equal worth would take turns at each decision.
+More lets use and share differ for longer."""
 _MOST = 16.0
 """Largest such factor."""
 _FORGOTTEN_SLOT_S = 1.0
@@ -92,7 +93,7 @@ class Shares:
         self._asked: Mapping[str, int] = {}
         """Slots that the jobs of each user could use at the last decision."""
         self._followed: dict[str, float] = {}
-        """Lag by which the jobs of each user are worth more, at most the slack from the real one."""
+        """Lag by which the jobs of each user are worth more; it follows the real one."""
         self._at: float | None = None
 
     def count_use(self, now: float, held: Mapping[str, int]) -> None:
@@ -120,6 +121,10 @@ class Shares:
         asked = {user: max(self._asked.get(user, 0), held.get(user, 0)) for user in self.weights}
         return fair_slots(asked, self.weights, sum(held.get(user, 0) for user in asked))
 
+    @property
+    def _lag_s(self) -> float:
+        return max(_LEAST_LAG_S, _LAG * self.half_life_s)
+
     def lags(self, capacity: int) -> dict[str, float]:
         """Return for how long each user had no slot of the share, relative to the time that counts.
 
@@ -129,11 +134,10 @@ class Shares:
             capacity: slots of the cluster.
         """
         together = sum(self.weights.values())
-        lag_s = max(_LEAST_LAG_S, _LAG * self.half_life_s)
         found = {}
         for user, weight in self.weights.items():
             use = self.uses.get(user, Use())
-            found[user] = (use.fair - use.used) / (capacity * weight / together) / lag_s
+            found[user] = (use.fair - use.used) / (capacity * weight / together) / self._lag_s
         return found
 
     def factors(self, capacity: int) -> dict[str, float]:
@@ -146,8 +150,9 @@ class Shares:
             capacity: slots of the cluster.
         """
         before = self._followed
+        slack = max(_SLACK, _LEAST_LAG_S / self._lag_s)
         self._followed = {
-            user: min(max(before.get(user, 0.0), lag - _SLACK), lag + _SLACK)
+            user: min(max(before.get(user, 0.0), lag - slack), lag + slack)
             for user, lag in self.lags(capacity).items()
         }
         most = math.log(_MOST)

@@ -114,9 +114,9 @@ def test_jobs_of_equal_worth_take_few_turns() -> None:
         found = decided(made, [replace(job, held=held.get(job.name, {})) for job in waiting])
         starts += sum(bool(each.hosts) and not held.get(name) for name, each in found.items())
         held = {name: each.hosts for name, each in found.items()}
-    assert starts <= 6 * CAPACITY
+    assert starts <= 20 * CAPACITY
     parts = [use.used / use.fair for use in made.uses.values()]
-    assert parts == pytest.approx([1.0] * 3, abs=0.3)
+    assert parts == pytest.approx([1.0] * 3, abs=0.1)
 
 
 class Steady(JobInTime):
