@@ -15,6 +15,7 @@ example that it is given, and a hash of the host that read it. Files in ``<folde
 """
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -159,9 +160,9 @@ class Probe:
 
     def _is_stuck(self):
         folder = self._args.folder
-        last = folder / "stuck-from"
-        if last.exists() and context.current().worker.progress.step >= int(last.read_text()):
-            return True
+        with contextlib.suppress(FileNotFoundError):
+            step = int((folder / "stuck-from").read_text())
+            return context.current().worker.progress.step >= step
         return any((folder / f"stuck{who}").exists() for who in ("", f"-{HOST}"))
 
     def sees_enough(self):
