@@ -109,7 +109,13 @@ def test_pictures_are_learned_with_a_join_and_a_kill(recipe: Recipe) -> None:
         recipe.wait_for(process, lambda: reached(2), "two epochs")
         recipe.use(first, second, third)
         scale = [sys.executable, "-m", "hvd_elastic.cli.app", "scale", "net", "3"]
-        subprocess.run(scale, check=True, env=recipe.environment, capture_output=True)
+        recipe.wait_for(  # it is refused until the run has read its hostfile
+            process,
+            lambda: (
+                not subprocess.run(scale, env=recipe.environment, capture_output=True).returncode
+            ),
+            "the new size",
+        )
         recipe.wait_for(process, lambda: trains_on(3), "three ranks")
         recipe.wait_for(process, lambda: reached(6), "more epochs")
         (victim,) = _workers(recipe, second)

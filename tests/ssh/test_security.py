@@ -129,6 +129,7 @@ def test_no_value_of_the_environment_is_in_a_command_line_or_a_record(
     script = write_script(shared)
     hostfile = hostfile_of(home / "hosts", hosts.hosts[:2])
     options = ["-H", hostfile, "-F", hosts.ssh_config, "--audit", "--checkpoint-every", 0.2]
+    options += ["--min-np", 2]
     arguments = ["--epochs", 3, "--step-time", 0.02, "--show", "SECRET_TOKEN"]
     command = [*options, "--", sys.executable, script, *arguments]
     env = {"SECRET_TOKEN": canary}
