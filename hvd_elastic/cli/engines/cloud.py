@@ -43,7 +43,7 @@ from hvd_elastic.engines.cloud.records import (
 from hvd_elastic.errors import HvdElasticError, RunError, UsageError
 from hvd_elastic.formatting import count, date_words, duration_words
 from hvd_elastic.hosts.hostfile import write_hostfile
-from hvd_elastic.policy.spot import slot_price
+from hvd_elastic.policy.spot import MachinePlan, slot_price
 from hvd_elastic.records.process_lock import is_locked
 
 _KEYS = ("id_ed25519.pub", "id_ecdsa.pub", "id_rsa.pub")
@@ -317,11 +317,11 @@ def _start(folder: CloudFolder, provider: Provider, definition: Definition) -> l
     machines, reach = Machines(folder, provider, _tell), Reach(definition)
     before = {intent.token for intent in folder.intents()}
     try:
-        held = machines.look()
+        held = [each for each in machines.look() if each.is_live]
         missing = definition.most - len(held)
         if missing > 0:
-            machines.start(missing, held, 0 if definition.spot else missing)
-        ids = [each.id for each in machines.look()]
+            machines.start(missing, held, _plan(definition))
+        ids = [each.id for each in machines.look() if each.is_live]
         if len(ids) < definition.least:
             raise RunError(
                 f"{count(len(ids), 'machine')} of at least {definition.least} could be started: "
@@ -352,6 +352,12 @@ def _start(folder: CloudFolder, provider: Provider, definition: Definition) -> l
         raise
 
 
+def _plan(definition: Definition) -> MachinePlan:
+    """Return how many machines of each kind ``cloud up`` starts: all of one."""
+    most, spot = definition.most, definition.spot
+    return MachinePlan(most * spot, most * (not spot), "")
+
+
 def _undo(machines: Machines, tokens: set[str]) -> None:
     name = machines.definition.name
     try:
@@ -367,7 +373,7 @@ def _undo(machines: Machines, tokens: set[str]) -> None:
 
 def _show_plan(machines: Machines, as_json: bool) -> None:
     asked = machines.definition
-    planned = machines.plan(asked.most, 0 if asked.spot else asked.most)
+    planned = machines.preview(asked.most, _plan(asked))
     number = sum(n for _, n in planned)
     price = sum((offer.price or 0.0) * n for offer, n in planned)
     unknown = any(offer.price is None for offer, _ in planned)

@@ -28,11 +28,13 @@ from hvd_elastic.hosts.ssh import connect, own_address_towards
 from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
-from hvd_elastic.policy.spot import MachineNeed, plan_machines
+from hvd_elastic.policy.spot import MachineNeed, MachinePlan, plan_machines
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import (
     AgentStarted,
     HostDrained,
+    HostDraining,
+    HostReturned,
     Metrics,
     ReadEvent,
     RunStarted,
@@ -169,8 +171,10 @@ class CloudHosts:
             RunError: none can be had.
         """
         if self._machines.left_s > leave_before_s():
-            held = self._machines.look()
-            self._machines.start(number, held, self._new_on_demand(number, held))
+            held = [each for each in self._machines.look() if each.is_live]
+            # Spot machines that are leaving count in the plan, which has their replacements.
+            held = [each for each in held if each.offer.spot or each.address not in self._at_risk]
+            self._machines.start(number, held, self._plan(held))
 
     def begin_with(self, least: int, growth: Growth, stopped: Callable[[], bool]) -> None:
         """Ask for the fewest machines, and return when they can be used.
@@ -217,16 +221,16 @@ class CloudHosts:
                     self._began = event.t
                 case Metrics(size=size, throughput=speed) if size and speed:
                     self._slot_throughput = speed / size
-                case Warned(host_at_risk=host) if host:
+                case Warned(host_at_risk=host) | HostDraining(host=host) if host:
                     self._at_risk.add(host)
-                case AgentStarted(host=host):
-                    self._at_risk.discard(host)  # a new machine at the address of one that is gone
+                case AgentStarted(host=host) | HostReturned(host=host):
+                    self._at_risk.discard(host)  # or a new machine at an address that is free again
 
-    def _new_on_demand(self, number: int, held: Sequence[Machine]) -> int:
-        """Return how many of so many new machines may be on demand."""
+    def _plan(self, held: Sequence[Machine]) -> MachinePlan:
+        """Return how many machines of each kind there may be."""
         asked = self._machines.definition
         if not asked.spot:
-            return number
+            return MachinePlan(0, asked.most, "no spot machines are wanted")
         offers = self._machines.offers()
         spot = sum(each.offer.spot for each in held)
         deadline_s = None if self._objective is None else self._objective.deadline_s
@@ -245,7 +249,7 @@ class CloudHosts:
         if plan.on_demand and kind != self._said:
             self._tell(plan.reason)
         self._said = kind
-        return max(0, plan.on_demand - need.on_demand)
+        return plan
 
     def _work_s(self, machines: int, offers: Sequence[Offer]) -> float | None:
         """Return how long the rest of the work takes on so many machines [s]; None: not known."""

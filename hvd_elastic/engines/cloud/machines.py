@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -30,7 +31,7 @@ from hvd_elastic.engines.cloud.provider import (
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
-from hvd_elastic.policy.spot import slot_price
+from hvd_elastic.policy.spot import MachinePlan, next_order, useful_pools
 
 _SETTLE_S = 30.0
 """How long after an order a list without its machines is not believed [s]."""
@@ -102,7 +103,7 @@ class Machines:
         if not self._is_settled(intent):
             for each in set(intent.ids or ()) - machines.keys():
                 tags = {**self.tags, "token": intent.token}
-                machines[each] = Machine(each, "starting", "", Offer(intent.offer), tags)
+                machines[each] = Machine(each, "starting", "", intent.offer, tags)
             return
         if intent.ids is None and found:
             self.folder.answer(intent, tuple(sorted(found)))
@@ -140,21 +141,21 @@ class Machines:
             self._offers_until = time.monotonic() + _OFFERS_S
         return self._offers
 
-    def plan(self, number: int, on_demand: int) -> list[tuple[Offer, int]]:
+    def preview(self, number: int, plan: MachinePlan) -> list[tuple[Offer, int]]:
         """Return what :meth:`start` would start if every pool had enough, and start nothing."""
-        planned: list[tuple[Offer, int]] = []
-        started: list[Machine] = []
-        for offer, most in self._pools(number, (), started, on_demand):
-            planned.append((offer, most))
-            started += [Machine("", "starting", "", offer)] * most
-        return planned
+        found: list[tuple[Offer, int]] = []
+        planned: list[Machine] = []
+        while order := self._next_order(plan, planned, number - len(planned), ()):
+            found.append(order)
+            planned += [Machine("", "starting", "", order[0])] * order[1]
+        return found
 
-    def start(self, number: int, held: Sequence[Machine], on_demand: int) -> list[Machine]:
+    def start(self, number: int, held: Sequence[Machine], plan: MachinePlan) -> list[Machine]:
         """Start up to so many machines, pool by pool, and return those that were started.
 
         Args:
             held: the machines that there are.
-            on_demand: how many of the new ones may be on demand.
+            plan: how many of each kind there may be afterwards.
 
         Raises:
             CloudError: none could be started; says why of each pool.
@@ -164,78 +165,71 @@ class Machines:
         if self._ladder.not_before > time.monotonic():
             raise ThrottledError(self._throttled_words())
         started: list[Machine] = []
-        told: dict[str, None] = {}
-        for offer, most in self._pools(number, held, started, on_demand):
+        refused: dict[Offer, CloudError] = {}
+        while order := self._next_order(
+            plan, [*held, *started], number - len(started), refused.keys()
+        ):
+            offer, most = order
             try:
                 got = self._order(offer, most)
+                started += got
+                self._ladder.started()
+                if len(got) < most:
+                    raise CapacityError(f"it had {len(got)} of {most}")
             except CredentialsError:
                 raise
             except CloudError as error:
+                refused[offer] = error
                 self._ladder.refused(offer, error, time.monotonic())
-                told[f"{offer.name}: {error}"] = None
                 self._tell(f"{offer.name}: {error}")
                 if isinstance(error, ThrottledError):
                     break
-                continue
-            self._ladder.started()
-            started += got
-            if len(got) < most:
-                short = CapacityError(f"it had {len(got)} of {most}")
-                self._ladder.refused(offer, short, time.monotonic())
-                self._tell(f"{offer.name}: {short}")
         if not started and number:
             now = time.monotonic()
-            for offer in self.offers():
-                if why := self._ladder.why_not(offer, now):
-                    told.setdefault(f"{offer.name}: {why}")
-            raise CapacityError(f"no machine can be had now: {'; '.join(told) or self._no_pool()}")
+            reasons = dict.fromkeys(
+                f"{offer.name}: {why}"
+                for offer in self.offers()
+                if (why := refused.get(offer) or self._ladder.why_not(offer, now))
+            )
+            why_none = "; ".join(reasons) or self._no_pool(held)
+            raise CapacityError(f"no machine can be had now: {why_none}")
         return started
 
-    def _no_pool(self) -> str:
+    def _next_order(
+        self,
+        plan: MachinePlan,
+        held: Sequence[Machine],
+        number: int,
+        without: Collection[Offer],
+    ) -> tuple[Offer, int] | None:
+        """Return the pool to ask now, and for how many machines; None: no pool is of use."""
+        offers = {_pool(offer): offer for offer in self.offers()}
+        # A machine is of the pool that it came from, whose price may be another one now.
+        there = Counter(offers.get(_pool(each.offer), each.offer) for each in held)
+        usable = self._ladder.usable([*offers.values()], time.monotonic())
+        budget = self.definition.budget
+        if budget is not None:
+            budget -= sum(each.offer.price or 0.0 for each in held)
+        usable = [offer for offer in usable if offer not in without]
+        return next_order(plan, usable, there, number, budget)
+
+    def _no_pool(self, held: Sequence[Machine]) -> str:
         asked = self.definition
+        if len(held) >= asked.most:
+            return f"{count(len(held), 'machine')} of at most {asked.most} are there"
         if asked.budget is not None and all(offer.price is None for offer in self.offers()):
             return f"no price is known, so that --budget {asked.budget:g} allows none"
         if asked.budget is not None:
             return f"every pool would exceed --budget {asked.budget:g} an hour"
         if asked.spot and not any(offer.spot for offer in self.offers()):
             return f"there are no spot machines of type {', '.join(asked.types)}"
+        if asked.spot and not useful_pools(self.offers(), spot=True):
+            return "spot machines cost as much as those on demand"
         return f"no pool has the types {', '.join(asked.types)}"
 
     def _throttled_words(self) -> str:
         left_s = self._ladder.not_before - time.monotonic()
         return f"too many calls: nothing is asked for {duration_words(left_s)}"
-
-    def _pools(
-        self, number: int, held: Sequence[Machine], started: Sequence[Machine], on_demand: int
-    ) -> Iterator[tuple[Offer, int]]:
-        """Yield the pools to ask one after another, each with how many machines to ask for.
-
-        Spot machines are spread over the pools first, since a pool loses its machines together.
-        """
-        usable = self._ladder.usable(self.offers(), time.monotonic())
-        pools = sorted(usable, key=lambda offer: _rank(offer, held))
-        spot = [offer for offer in pools if offer.spot]
-        shares = [(offer, 1 / (len(spot) - at)) for at, offer in enumerate(spot)]
-        for offer, part in [*shares, *((offer, 1.0) for offer in pools)]:
-            if self._ladder.why_not(offer, time.monotonic()):
-                continue
-            missing = number - len(started)
-            if not offer.spot:
-                missing = min(missing, on_demand - sum(not each.offer.spot for each in started))
-            most = min(math.ceil(missing * part), self._affordable(offer, [*held, *started]))
-            if most > 0:
-                yield offer, most
-
-    def _affordable(self, offer: Offer, held: Sequence[Machine]) -> int:
-        """Return how many machines of a pool the budget allows beside those held."""
-        if self.definition.budget is None:
-            return self.definition.most
-        if offer.price is None:
-            return 0  # nobody knows what it would cost
-        if offer.price == 0:
-            return self.definition.most
-        spent = sum(each.offer.price or 0.0 for each in held)
-        return math.floor((self.definition.budget - spent) / offer.price + 1e-9)
 
     def _order(self, offer: Offer, number: int) -> list[Machine]:
         """Send an order that is on disk before."""
@@ -249,7 +243,7 @@ class Machines:
                     f"{self.definition.name}, then cloud up with a new --max-hours"
                 )
             token = secrets.token_hex(16)
-            intent = Intent(token, offer.name, number, time.time(), self._by)
+            intent = Intent(token, offer, number, time.time(), self._by)
             deadline = datetime.fromtimestamp(self.definition.deadline, timezone.utc)
             tags = {**self.tags, "token": token, "deadline": deadline.isoformat(timespec="seconds")}
             script = user_data(
@@ -356,8 +350,5 @@ class Machines:
             self.folder.write(self.definition)
 
 
-def _rank(offer: Offer, held: Sequence[Machine]) -> tuple[bool, int, float]:
-    """Return the place of a pool: spot first, then with the fewest machines, then the cheapest."""
-    pool = (offer.type, offer.zone, offer.spot)
-    there = sum((m.offer.type, m.offer.zone, m.offer.spot) == pool for m in held)
-    return not offer.spot, there if offer.spot else 0, slot_price(offer)
+def _pool(offer: Offer) -> tuple[str, str, bool]:
+    return offer.type, offer.zone, offer.spot

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from hvd_elastic.config import home
+from hvd_elastic.engines.cloud.provider import Offer
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import lock_held, take_lock
@@ -79,7 +80,7 @@ class Intent:
 
     Attributes:
         token: its token, a tag of its machines.
-        offer: the offer in words.
+        offer: the pool, with the price at that time.
         count: how many machines were asked for.
         at: when [Unix s].
         by: run or cluster that has asked; empty: ``cloud up``.
@@ -87,7 +88,7 @@ class Intent:
     """
 
     token: str
-    offer: str
+    offer: Offer
     count: int
     at: float
     by: str = ""
