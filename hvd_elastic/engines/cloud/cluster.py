@@ -7,13 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hvd_elastic.engines.cloud.engine import CloudHosts, limits_of
-from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.providers import provider_of
-from hvd_elastic.engines.cloud.reach import Reach
+from hvd_elastic.engines.cloud.engine import CloudHosts, using
 from hvd_elastic.engines.cloud.records import CloudFolder
-from hvd_elastic.engines.growth import Growth, asking
-from hvd_elastic.formatting import count
+from hvd_elastic.engines.growth import asking
 from hvd_elastic.jobs.hosts import rows_without_daemon
 from hvd_elastic.jobs.job import Hosts, JobKind, JobStatus
 from hvd_elastic.jobs.place import ClusterFolder
@@ -35,7 +31,7 @@ class ClusterMachines(CloudHosts):
     used: frozenset[str] = frozenset()
 
     def in_use(self, grant_id: str) -> bool:
-        machine = self.there(grant_id)
+        machine = self._there.get(grant_id)
         return machine is not None and machine.address in self.used
 
 
@@ -54,14 +50,8 @@ def cloud_cluster(
     Raises:
         RunError: somebody else uses the cloud, or no machine can be had.
     """
-    definition, by = cloud.read(), f"cluster {place.name}"
-    with contextlib.closing(cloud.use(by)):
-        machines = Machines(cloud, provider_of(definition), tell, by)
-        reach = Reach(definition)
-        hosts = ClusterMachines(hostfile, machines, reach, tell)
-        least = max(1, definition.least)
-        limits = limits_of(definition, machines.offers(), least)
-        growth = Growth(hosts, limits, _AS_NEEDED, tell)
+    by = f"cluster {place.name}"
+    with using(cloud, by, hostfile, _AS_NEEDED, tell, ClusterMachines) as (hosts, growth):
 
         def note_use() -> None:
             rows = ask_daemon(place, Hosts()).data
@@ -72,18 +62,16 @@ def cloud_cluster(
             growth.note_use(hosts.used, lost, now, waiting=waiting, elastic=elastic)
 
         try:
-            hosts.begin_with(least, growth, lambda: False)
+            hosts.begin_with(growth)
             with asking(growth, note_use, tell):
                 yield
         finally:
             rows = rows_without_daemon(place) if place.daemon() else ()
             if any(row["jobs"] or row["occupied"] for row in rows):
-                running = [each for each in machines.look() if each.state == "running"]
-                reach.renew(running, max(1.0, machines.left_s))
+                hosts.stay()
                 tell(f"jobs go on, so their machines stay: hvd-elastic cloud down {cloud.name}")
-            elif tokens := machines.started_by(by):
-                ended = machines.end_all(tokens)
-                tell(f"{count(ended, 'machine')} of the cluster ended")
+            else:
+                hosts.end()
 
 
 def _needs(place: ClusterFolder) -> tuple[bool, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvd_elastic.engines.cloud.provider import (
-    CapacityError,
     CloudError,
     Offer,
     QuotaError,
@@ -31,29 +30,20 @@ class Ladder:
 
     def __init__(self, left_out_s: float = LEFT_OUT_S) -> None:
         self._left_out_s = left_out_s
-        self._until: dict[tuple[str, str, bool | None], float] = {}
-        self._why: dict[tuple[str, str, bool | None], str] = {}
+        self._refusals: dict[tuple[str, str, bool | None], tuple[float, str]] = {}
+        """Until when and why pools are left out, by type, zone and market."""
         self.not_before = 0.0
         self._pause_s = _FIRST_PAUSE_S
 
     def refused(self, offer: Offer, error: CloudError, now: float) -> None:
         """Take a refusal into account."""
-        key: tuple[str, str, bool | None]
-        match error:
-            case CapacityError():
-                key = (offer.type, offer.zone, offer.spot)
-            case QuotaError():
-                key = (offer.type, "", offer.spot)
-            case UnsupportedError():
-                key = (offer.type, offer.zone, None)
-            case ThrottledError():
-                self.not_before = now + self._pause_s
-                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-                return
-            case _:
-                key = (offer.type, offer.zone, offer.spot)
-        self._until[key] = now + self._left_out_s
-        self._why[key] = str(error)
+        if isinstance(error, ThrottledError):
+            self.not_before = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            return
+        zone = "" if isinstance(error, QuotaError) else offer.zone
+        spot = None if isinstance(error, UnsupportedError) else offer.spot
+        self._refusals[offer.type, zone, spot] = now + self._left_out_s, str(error)
 
     def started(self) -> None:
         """Take into account that the cloud has started machines."""
@@ -61,13 +51,11 @@ class Ladder:
 
     def why_not(self, offer: Offer, now: float) -> str:
         """Return why a pool is left out; empty: it may be asked."""
-        for key in (
-            (offer.type, offer.zone, offer.spot),
-            (offer.type, "", offer.spot),
-            (offer.type, offer.zone, None),
-        ):
-            if self._until.get(key, now) > now:
-                return self._why[key]
+        zone, spot = offer.zone, offer.spot
+        for key in ((offer.type, zone, spot), (offer.type, "", spot), (offer.type, zone, None)):
+            until, why = self._refusals.get(key, (now, ""))
+            if until > now:
+                return why
         return ""
 
     def usable(self, offers: Sequence[Offer], now: float) -> list[Offer]:

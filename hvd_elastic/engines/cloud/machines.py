@@ -63,7 +63,7 @@ class Machines:
         by: str = "",
         definition: Definition | None = None,
     ) -> None:
-        self.folder, self._provider, self._tell, self._by = folder, provider, tell, by
+        self.folder, self._provider, self._tell, self.by = folder, provider, tell, by
         self.definition = definition or folder.read()
         self.lease_s = setting_s("LEASE", LEASE_S)
         self._settle_s = setting_s("SETTLE", _SETTLE_S)
@@ -135,6 +135,8 @@ class Machines:
             asked = self.definition
             found = self._provider.offers(asked.types, asked.zones, asked.spot)
             slots = asked.slots
+            if not found:
+                raise UnsupportedError(f"no pool has machines of type {', '.join(asked.types)}")
             self._offers = tuple(
                 found if slots is None else (replace(o, slots=slots) for o in found)
             )
@@ -225,7 +227,7 @@ class Machines:
             return f"there are no spot machines of type {', '.join(asked.types)}"
         if asked.spot and not useful_pools(self.offers(), spot=True):
             return "spot machines cost as much as those on demand"
-        return f"no pool has the types {', '.join(asked.types)}"
+        return "only the deadline of the run allows machines on demand"
 
     def _throttled_words(self) -> str:
         left_s = self._ladder.not_before - time.monotonic()
@@ -243,7 +245,7 @@ class Machines:
                     f"{self.definition.name}, then cloud up with a new --max-hours"
                 )
             token = secrets.token_hex(16)
-            intent = Intent(token, offer, number, time.time(), self._by)
+            intent = Intent(token, offer, number, time.time(), self.by)
             deadline = datetime.fromtimestamp(self.definition.deadline, timezone.utc)
             tags = {**self.tags, "token": token, "deadline": deadline.isoformat(timespec="seconds")}
             script = user_data(

@@ -76,7 +76,7 @@ def train(hosts: CloudHosts, noise_scale: float | None = 1e6) -> None:
     began = time.time() - events[0].t
     for event in events:
         event.t += began
-        hosts.take_event(event)
+        hosts.needs.take_event(event)
 
 
 def markets(cloud: Cloud) -> Counter[bool]:
@@ -138,7 +138,7 @@ def test_a_machine_at_risk_counts_as_gone_near_the_deadline(cloud, said, tmp_pat
     cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
     with pytest.raises(CapacityError):
         hosts.begin(1)
-    hosts.take_event(Warned("it may go", host_at_risk="10.0.0.1"))
+    hosts.needs.take_event(Warned("it may go", host_at_risk="10.0.0.1"))
     hosts.begin(1)
     assert markets(cloud) == {True: 4, False: 1}
 
@@ -149,7 +149,7 @@ def test_a_drained_machine_is_replaced_before_it_ends(cloud, said, tmp_path, mon
     hosts.begin(4)
     machine = next(iter(cloud.machines.values()))
     cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
-    hosts.take_event(HostDraining("10.0.0.1", "preempted", 120.0, asked=False))
+    hosts.needs.take_event(HostDraining("10.0.0.1", "preempted", 120.0, asked=False))
     hosts.begin(1)
     assert markets(cloud) == {True: 5}
 
@@ -172,7 +172,7 @@ def test_a_run_asks_for_the_machines_that_the_simulation_has(
     cloud.pools = [*spot, Offer("small", "0", price=trace.on_demand)]
     cloud.free = dict(zip(spot, free, strict=True))
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, deadline_h * 3600)
-    monkeypatch.setattr(hosts, "_work_s", lambda *_: 3600.0)
+    monkeypatch.setattr(hosts.needs, "_work_s", lambda *_: 3600.0)
     with contextlib.suppress(CapacityError):
         hosts.begin(machines)
     names = {offer: offer.zone if offer.spot else str(ON_DEMAND) for offer in cloud.pools}
