@@ -29,8 +29,7 @@ from hvd_elastic.cli.runs.run_options import check_ssh_config
 from hvd_elastic.cli.runs.scaling_options import parse_budget
 from hvd_elastic.engines.cloud.engine import CloudHosts
 from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.provider import Machine, Offer, Provider
-from hvd_elastic.engines.cloud.providers import provider_named, provider_of
+from hvd_elastic.engines.cloud.provider import Machine, Offer, Provider, provider_named
 from hvd_elastic.engines.cloud.reach import Reach
 from hvd_elastic.engines.cloud.records import (
     CloudFolder,
@@ -247,7 +246,7 @@ def up(
       --instances 2 --max-hours 1 --hostfile hosts
     """
     definition = options.definition(name)
-    provider = provider_of(definition)
+    provider = definition.open_provider()
     folder = CloudFolder(name)
     if options.dry_run:
         _show_plan(Machines(folder, provider, _tell, definition=definition), options.as_json)
@@ -315,7 +314,7 @@ def _merge(folder: CloudFolder, provider: Provider, asked: Definition) -> Defini
             f"cloud {old.name} was started with other options of its provider ({old.provider} "
             f"{dict(old.settings)}): take another name, or: hvd-elastic cloud down {old.name}"
         )
-    if Machines(folder, provider, _tell, definition=old).look():
+    if Machines(folder, provider, _tell, definition=old).live():
         _tell(f"cloud {old.name} is there: its deadline stays {date_words(old.deadline)}")
         return replace(asked, deadline=old.deadline)
     return asked
@@ -327,11 +326,11 @@ def _start(folder: CloudFolder, provider: Provider, definition: Definition) -> l
     hosts = CloudHosts(Path(definition.hostfile), machines, reach, _tell)
     before = {intent.token for intent in folder.intents()}
     try:
-        held = [each for each in machines.look() if each.is_live]
+        held = machines.live()
         missing = definition.most - len(held)
         if missing > 0:
             machines.start(missing, held, _plan(definition))
-        number = sum(each.is_live for each in machines.look())
+        number = len(machines.live())
         if number < definition.least:
             raise RunError(
                 f"{count(number, 'machine')} of at least {definition.least} could be started: "
@@ -428,14 +427,14 @@ def _end(name: str, options: ProviderOptions) -> int:
     folder = CloudFolder(check_name(name))
     if not folder.exists and options.settings:
         definition = Definition(name, options.provider, options.settings, ())
-        found = _there(provider_of(definition), cloud=name)
+        found = _there(definition.open_provider(), cloud=name)
         if not any(each.tags.get("owner") == owner() for each in found):
             others = _strangers(found)
             why = f"the machines of that name are of {others}" if others else "none is there"
             raise RunError(f"no machine of a cloud {name} of yours ({owner()}) runs: {why}")
         folder.write(definition)
     folder = CloudFolder.open(name)
-    machines = Machines(folder, provider_of(folder.read()), _tell)
+    machines = Machines(folder, folder.read().open_provider(), _tell)
     if is_locked(folder.path / "user"):
         using = (folder.path / "user").read_text(encoding="utf-8").strip()
         _tell(f"{using or 'a run'} uses cloud {name}, and loses its machines")
@@ -522,7 +521,7 @@ def list_(
     fails = []
     for folder in all_folders():
         try:
-            machines = Machines(folder, provider_of(folder.read()), _tell).look()
+            machines = Machines(folder, folder.read().open_provider(), _tell).look()
         except HvdElasticError as error:
             fails.append(f"cloud {folder.name}: {error}")
             continue

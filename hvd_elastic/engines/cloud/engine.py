@@ -17,7 +17,6 @@ from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.cloud.machines import Machines
 from hvd_elastic.engines.cloud.needs import RunNeeds
 from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
-from hvd_elastic.engines.cloud.providers import provider_of
 from hvd_elastic.engines.cloud.reach import Reach
 from hvd_elastic.engines.cloud.records import CloudFolder, setting_s
 from hvd_elastic.engines.growth import Grant, Growth, Limits, growing
@@ -96,7 +95,7 @@ class CloudHosts:
         """Longest time that a machine took from its order until it could be used [s]."""
         self.needs = RunNeeds(machines, tell, objective)
         self._ending: set[str] = set()
-        """Machines of drained hosts, by id: to be ended until they have ended."""
+        """Machines that are not needed any more, by id; ended again until they have ended."""
 
     # -- as the engine of a run ------------------------------------------------------------
 
@@ -117,14 +116,14 @@ class CloudHosts:
         there = self.machines.look()
         self._there = {each.id: each for each in there}
         now, live = time.monotonic(), {each.id: each for each in there if each.is_live}
-        for each in self._since.keys() - live.keys() - self._renewed.keys():
+        for each in self._since.keys() - live.keys() - self._renewed.keys() - self._ending:
             machine = self._there.get(each)
             self._give_up(each, (machine and machine.why) or "it has ended by itself")
         self._since = {each: self._since.get(each, now) for each in live}
         self._renewed = {each: at for each, at in self._renewed.items() if each in live}
         running = [each for each in live.values() if each.state == "running"]
         self._renew([each for each in running if each.id not in self._ending], now)
-        self._ending &= live.keys()
+        self._ending.intersection_update(live)
         late = {each for each in live if now - self._since[each] >= self._start_limit_s}
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
@@ -165,10 +164,9 @@ class CloudHosts:
             RunError: none can be had.
         """
         if self.machines.left_s > leave_before_s():
-            held = [each for each in self.machines.look() if each.is_live]
             # Spot machines that are leaving count in the plan, which has their replacements.
-            leaving = self.needs.leaving
-            held = [each for each in held if each.offer.spot or each.address not in leaving]
+            left, live = self.needs.leaving, self.machines.live()
+            held = [each for each in live if each.offer.spot or each.address not in left]
             self.machines.start(number, held, self.needs.plan(held, self.start_s))
 
     def begin_with(self, growth: Growth, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -181,8 +179,7 @@ class CloudHosts:
         Raises:
             RunError: they cannot be had, or are not needed any more.
         """
-        there = sum(each.is_live for each in self.machines.look())
-        if (missing := self.least - there) > 0:
+        if (missing := self.least - len(self.machines.live())) > 0:
             self.begin(missing)
             self._tell(f"{count(missing, 'machine')} asked for")
         self.wait(growth, stopped)
@@ -231,6 +228,7 @@ class CloudHosts:
             time.sleep(_WAIT_S)
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
+        self._ending |= {*grant_ids}
         self.machines.stop(grant_ids)
 
     def join_host(self, grant: Grant) -> None:
@@ -256,8 +254,7 @@ class CloudHosts:
             ids = [each.id for each in self._joined.values() if each.address == host]
         if ids:
             self._tell(f"{host} is drained, so its machine is ended")
-            self._ending |= {*ids}
-            self.machines.stop(ids)
+            self.cancel(ids)
 
     def end(self) -> None:
         """End the machines that the run or cluster has asked for; those of ``cloud up`` stay."""
@@ -268,8 +265,7 @@ class CloudHosts:
 
     def stay(self) -> dict[str, str]:
         """Have the machines stay up to their deadline; return why some cannot, by id."""
-        running = [each for each in self.machines.look() if each.state == "running"]
-        renewed = self._reach.renew(running, max(1.0, self.machines.left_s))
+        renewed = self._reach.renew(self.machines.live(), max(1.0, self.machines.left_s))
         return {each: why for each, why in renewed.items() if why}
 
     def _write(self) -> None:
@@ -291,7 +287,7 @@ class CloudSource:
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         """Return the most machines that the run may get, under names of no meaning."""
         definition = self._folder.read()
-        offers = Machines(self._folder, provider_of(definition), _tell).offers()
+        offers = Machines(self._folder, definition.open_provider(), _tell).offers()
         offer = min(offers, key=lambda each: each.price or 0.0)
         numbers = range(1, definition.most + 1)
         hosts = [Host(f"machine{n}", slots=offer.slots, price=offer.price) for n in numbers]
@@ -302,7 +298,7 @@ class CloudSource:
         definition = self._folder.read()
         config, preemption = spec.ssh_config, spec.preemption
         if spec.preemption_command is None:
-            preemption = preemption or provider_of(definition).preemption
+            preemption = preemption or definition.open_provider().preemption
         return replace(spec, ssh_config=config or definition.ssh_config, preemption=preemption)
 
     def lead(
@@ -359,7 +355,7 @@ def using(
     """
     definition = cloud.read()
     with contextlib.closing(cloud.use(by)):
-        machines = Machines(cloud, provider_of(definition), tell, by)
+        machines = Machines(cloud, definition.open_provider(), tell, by)
         slots = min(each.slots for each in machines.offers())
         least = max(1, definition.least, -(-spec.min_np // slots))
         limits = Limits(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from hvd_elastic.engines.cloud.ladder import LEFT_OUT_S, Ladder
 from hvd_elastic.engines.cloud.lease import LEASE_S, user_data
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
@@ -33,6 +32,9 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.policy.spot import MachinePlan, next_order, useful_pools
 
+LEFT_OUT_S = 600.0
+"""How long a pool without capacity is not asked again [s]; AWS ParallelCluster waits as long."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 _SETTLE_S = 30.0
 """How long after an order a list without its machines is not believed [s]."""
 _OFFERS_S = 300.0
@@ -42,6 +44,52 @@ _TRIES = 8
 """How often a call that fails is repeated while machines are being ended."""
 _REFUSED = (CapacityError, QuotaError, ThrottledError, UnsupportedError, CredentialsError)
 """Errors after which it is certain that nothing was started."""
+
+
+class Ladder:
+    """Knows which pools are left out, and since when nothing at all may be asked.
+
+    What is left out depends on what was said: one pool (no capacity), all zones of a type (a quota
+    is for a region), both markets of a type in a zone (the type does not exist there), or
+    everything for a pause that doubles each time (too many calls).
+
+    Args:
+        left_out_s: how long a pool is left out [s].
+    """
+
+    def __init__(self, left_out_s: float = LEFT_OUT_S) -> None:
+        self._left_out_s = left_out_s
+        self._refusals: dict[tuple[str, str, bool | None], tuple[float, str]] = {}
+        """Until when and why pools are left out, by type, zone and market."""
+        self.not_before = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    def refused(self, offer: Offer, error: CloudError, now: float) -> None:
+        """Take a refusal into account."""
+        if isinstance(error, ThrottledError):
+            self.not_before = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            return
+        zone = "" if isinstance(error, QuotaError) else offer.zone
+        spot = None if isinstance(error, UnsupportedError) else offer.spot
+        self._refusals[offer.type, zone, spot] = now + self._left_out_s, str(error)
+
+    def started(self) -> None:
+        """Take into account that the cloud has started machines."""
+        self._pause_s = _FIRST_PAUSE_S
+
+    def why_not(self, offer: Offer, now: float) -> str:
+        """Return why a pool is left out; empty: it may be asked."""
+        zone, spot = offer.zone, offer.spot
+        for key in ((offer.type, zone, spot), (offer.type, "", spot), (offer.type, zone, None)):
+            until, why = self._refusals.get(key, (now, ""))
+            if until > now:
+                return why
+        return ""
+
+    def usable(self, offers: Sequence[Offer], now: float) -> list[Offer]:
+        """Return the pools that may be asked."""
+        return [offer for offer in offers if not self.why_not(offer, now)]
 
 
 class Machines:
@@ -96,6 +144,10 @@ class Machines:
         for intent in intents:
             self._settle(intent, machines)
         return [each for each in machines.values() if each.state != "ended"]
+
+    def live(self) -> list[Machine]:
+        """Return the machines that start or run; errors as of :meth:`look`."""
+        return [each for each in self.look() if each.is_live]
 
     def _settle(self, intent: Intent, machines: dict[str, Machine]) -> None:
         """Compare an order with the list: add what is not shown yet, forget what has ended."""
@@ -304,46 +356,39 @@ class Machines:
             CloudError: the provider does not answer, so that machines may still be there.
         """
         ended: set[str] = set()
-        asked: dict[str, float] = {}
-        fails, wait_s, said = 0, _POLL_S, -1
+        due_at: dict[str, float] = {}
+        fails, wait_s, said = 0, _POLL_S, ""
         while True:
             try:
-                left = [m for m in self.look() if tokens is None or m.tags.get("token") in tokens]
+                left = {
+                    m.id for m in self.look() if tokens is None or m.tags.get("token") in tokens
+                }
                 now = time.monotonic()
-                due = [m.id for m in left if now >= asked.get(m.id, -math.inf)]
-                if due:
+                if due := [each for each in left if now >= due_at.get(each, now)]:
                     self._provider.stop(due)
                     # Asked again now and then: some start after they were told to stop.
-                    asked |= dict.fromkeys(due, now + 3 * _LONGEST_POLL_S)
-                fails = 0
+                    due_at |= dict.fromkeys(due, now + 3 * _LONGEST_POLL_S)
             except CredentialsError:
                 raise
             except CloudError as error:
-                fails += 1
+                fails, text = fails + 1, f"{error}; trying again"
                 if fails == _TRIES:
                     raise CloudError(
                         f"machines may still be running, since the cloud does not answer: {error}. "
                         f"Repeat it: hvd-elastic cloud down {self.definition.name}"
                     ) from error
-                self._tell(f"{error}; trying again")
-                time.sleep(wait_s := min(2 * wait_s, _LONGEST_POLL_S))
-                continue
-            ended |= {each.id for each in left}
-            open_orders = [
-                intent
-                for intent in self.folder.intents()
-                if intent.ids is None and (tokens is None or intent.token in tokens)
-            ]
-            if not left and not open_orders:
-                return len(ended)
-            if len(left) != said and left:
-                said = len(left)
-                self._tell(f"{count(said, 'machine')} to end")
-            elif not left and said:
-                said = 0
-                self._tell("an order was not answered: looking for its machines")
+            else:
+                ended |= left
+                fails, text = 0, f"{count(len(left), 'machine')} to end"
+                if not left:
+                    text = "an order was not answered: looking for its machines"
+                    unanswered = {each.token for each in self.folder.intents() if each.ids is None}
+                    if not (unanswered if tokens is None else unanswered & {*tokens}):
+                        return len(ended)
+            if text != said:
+                self._tell(said := text)
             time.sleep(wait_s)
-            wait_s = min(1.2 * wait_s, _LONGEST_POLL_S)
+            wait_s = min((2.0 if fails else 1.2) * wait_s, _LONGEST_POLL_S)
 
     def mark_ending(self) -> None:
         """Have nobody start machines of this cloud from now on."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, UsageError
 
 TAG_PREFIX = "hvd-elastic:"
 """What the key of each tag begins with at a provider whose tags are shared by all programs."""
@@ -162,3 +162,21 @@ class Provider(Protocol):
 
     def stop(self, ids: Sequence[str]) -> None:
         """Have machines terminated for good. One that has ended already, or is unknown, is well."""
+
+
+def provider_named(name: str, settings: Mapping[str, str]) -> Provider:
+    """Return a provider.
+
+    Raises:
+        UsageError: there is none of that name, or its settings are not valid.
+        CloudError: it cannot be used, such as without credentials.
+    """
+    if name == "command":
+        from hvd_elastic.engines.cloud.command import CommandProvider
+
+        return CommandProvider(settings)
+    if name == "aws":
+        from hvd_elastic.engines.cloud.aws import AwsProvider
+
+        return AwsProvider(settings)
+    raise UsageError(f"--provider {name!r} is not known; valid: aws, command")

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from hvd_elastic.config import home
-from hvd_elastic.engines.cloud.provider import Offer
+from hvd_elastic.engines.cloud.provider import Offer, Provider, provider_named
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import lock_held, take_lock
@@ -72,6 +72,10 @@ class Definition:
     prepare: str = ""
     deadline: float = 0.0
     ending: bool = False
+
+    def open_provider(self) -> Provider:
+        """Return the provider; errors as of :func:`.provider.provider_named`."""
+        return provider_named(self.provider, self.settings)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import ClassVar
 import pytest
 
 from hvd_elastic.engines.cloud import machines as module
-from hvd_elastic.engines.cloud.ladder import LEFT_OUT_S, Ladder
-from hvd_elastic.engines.cloud.machines import Machines
+from hvd_elastic.engines.cloud.machines import LEFT_OUT_S, Ladder, Machines
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
     CloudError,
