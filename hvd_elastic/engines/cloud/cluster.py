@@ -57,7 +57,8 @@ def cloud_cluster(
             rows = ask_daemon(place, Hosts()).data
             hosts.used = frozenset(row["host"] for row in rows if row["jobs"] or row["occupied"])
             lost = {row["host"] for row in rows if row["state"] == "lost"}
-            waiting, elastic = _needs(place)
+            slots = sum(row["slots"] for row in rows if row["state"] == "up")
+            waiting, elastic = _needs(place, slots, hosts.slots)
             now = time.monotonic()
             growth.note_use(hosts.used, lost, now, waiting=waiting, elastic=elastic)
 
@@ -74,12 +75,16 @@ def cloud_cluster(
                 hosts.end()
 
 
-def _needs(place: ClusterFolder) -> tuple[bool, bool]:
-    """Return whether jobs wait that nobody holds back, and whether some may use further hosts."""
+def _needs(place: ClusterFolder, slots: int, slots_per_host: int) -> tuple[int, bool]:
+    """Return how many hosts waiting jobs lack, and whether running ones may use further hosts.
+
+    Jobs that somebody holds back do not wait. Any other lacks one host at least.
+    """
     store = JobStore.read_only(place.database)
     try:
-        waiting = any(not job.request.hold for job in store.with_status(JobStatus.QUEUED))
+        queued = [job.request for job in store.with_status(JobStatus.QUEUED)]
+        lacking = [-(-(each.min_np - slots) // slots_per_host) for each in queued if not each.hold]
         kinds = {job.request.kind for job in store.with_status(JobStatus.RUNNING)}
-        return waiting, bool(kinds - {JobKind.PLAIN})
+        return max([1, *lacking]) if lacking else 0, bool(kinds - {JobKind.PLAIN})
     finally:
         store.close()

@@ -60,10 +60,11 @@ class CloudHosts:
 
     Attributes:
         least: how many machines are needed to begin.
+        slots: workers that each machine can hold.
     """
 
     host_word = grant_word = "machine"
-    least = 1
+    least = slots = 1
     hosts: tuple[str, ...] = ()
     """All hosts are machines that were asked for."""
 
@@ -293,12 +294,17 @@ class CloudSource:
         hosts = [Host(f"machine{n}", slots=offer.slots, price=offer.price) for n in numbers]
         return Hostfile(tuple(hosts), f"cloud {definition.name}")
 
+    @property
+    def preemption(self) -> str | None:
+        """Return what ``--preemption`` takes for the machines; None: nothing."""
+        return self._folder.read().open_provider().preemption
+
     def adapt(self, spec: RunSpec) -> RunSpec:
         """Return the specification with the ssh configuration and the notices of the cloud."""
         definition = self._folder.read()
         config, preemption = spec.ssh_config, spec.preemption
         if spec.preemption_command is None:
-            preemption = preemption or definition.open_provider().preemption
+            preemption = preemption or self.preemption
         return replace(spec, ssh_config=config or definition.ssh_config, preemption=preemption)
 
     def lead(
@@ -368,7 +374,7 @@ def using(
             look_s=setting_s("LOOK", _LOOK_S),
         )
         hosts = kind(hostfile, machines, Reach(definition), tell, spec.objective)
-        hosts.least = least
+        hosts.least, hosts.slots = least, slots
         yield hosts, Growth(hosts, limits, spec, tell)
 
 
