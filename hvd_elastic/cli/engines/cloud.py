@@ -54,9 +54,12 @@ _LEAST_S = 30.0
 class ProviderOptions:
     """The options that say which provider is asked, and what it needs to know."""
 
-    provider: Annotated[
-        str, option("who has the machines: aws, or command (programs of yours)", "--provider")
-    ] = "aws"
+    provider_name: Annotated[
+        str | None,
+        option(
+            "who has the machines: aws (the default), or command (programs of yours)", "--provider"
+        ),
+    ] = None
     programs: Annotated[
         Path | None,
         option("folder with the programs start, list and stop, for --provider command"),
@@ -64,6 +67,16 @@ class ProviderOptions:
     region: Annotated[
         str | None, option("region, for aws (default: AWS_DEFAULT_REGION, or ~/.aws/config)")
     ] = None
+
+    @property
+    def provider(self) -> str:
+        """Return the name of the provider."""
+        return self.provider_name or "aws"
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether a provider is named by any option."""
+        return self.provider_name is not None or bool(self.settings)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -252,9 +265,10 @@ def up(
         _show_plan(Machines(folder, provider, _tell, definition=definition), options.as_json)
         return
     _refuse_taken(folder, provider)
-    definition = _merge(folder, provider, definition)
-    folder.write(definition)
     with contextlib.closing(folder.use("hvd-elastic cloud up")):
+        with folder.changing():
+            definition = _merge(folder, provider, definition)
+            folder.write(definition)
         if options.no_start:
             Machines(folder, provider, _tell).offers()  # shows that the types are there
             _tell(f"nothing is started; train with: hvd-elastic run --cloud {name} -- …")
@@ -425,7 +439,7 @@ def down(
 
 def _end(name: str, options: ProviderOptions) -> int:
     folder = CloudFolder(check_name(name))
-    if not folder.exists and options.settings:
+    if not folder.exists and options.is_given:
         definition = Definition(name, options.provider, options.settings, ())
         found = _there(definition.open_provider(), cloud=name)
         if not any(each.tags.get("owner") == owner() for each in found):
@@ -461,8 +475,11 @@ def _end_expired(options: ProviderOptions) -> int:
         except HvdElasticError as error:
             fails.append(f"{where}: {error}")
     for folder in all_folders():
-        if folder.read().deadline < time.time() and not fails:
-            ended += _end(folder.name, options)
+        try:
+            if folder.read().deadline < time.time() and not fails:
+                ended += _end(folder.name, options)
+        except HvdElasticError as error:
+            fails.append(f"cloud {folder.name}: {error}")
     if fails:
         raise RunError("; ".join(fails))
     return ended
@@ -487,8 +504,11 @@ def _deadline_of(machine: Machine) -> float | None:
 def _providers(options: ProviderOptions) -> list[tuple[str, Provider]]:
     """Return each provider that this computer knows or is told of, once, with its name."""
     found: dict[str, tuple[str, Mapping[str, str]]] = {}
-    known = [(each.provider, each.settings) for each in (f.read() for f in all_folders())]
-    asked = [(options.provider, options.settings)] if options.settings else []
+    known = []
+    for folder in all_folders():
+        with contextlib.suppress(RunError):  # its machines are found without its definition
+            known.append((folder.read().provider, folder.read().settings))
+    asked = [(options.provider, options.settings)] if options.is_given else []
     for name, settings in [*known, *asked]:
         place = {k: v for k, v in settings.items() if k in ("region", "programs")}
         found[json.dumps([name, place], sort_keys=True)] = name, place
@@ -529,7 +549,7 @@ def list_(
         rows += [_machine_row(each) for each in machines]
         if not machines and not as_json:
             _tell(f"cloud {folder.name} has no machine")
-    for _, provider in _providers(options) if all_ or options.settings else ():
+    for _, provider in _providers(options) if all_ or options.is_given else ():
         found = _there(provider, **({} if all_ else {"owner": owner()}))
         more = [each for each in found if each.id not in known]
         known |= {each.id for each in more}

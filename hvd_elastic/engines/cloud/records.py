@@ -165,6 +165,7 @@ class CloudFolder:
             RunError: another one holds it.
         """
         path = self.path / "user"
+        private_folder(self.path / _ORDERS)
         lock = take_lock(path)
         if lock is None:
             raise RunError(
