@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, ClassVar
+from typing import Any
 
 from hvd_elastic.engines.cloud.provider import (
     TAG_PREFIX,
@@ -84,7 +84,6 @@ class AwsProvider:
         CredentialsError: there is no region.
     """
 
-    name: ClassVar[str] = "aws"
     preemption: str | None = "aws"
 
     def __init__(self, settings: Mapping[str, str]) -> None:

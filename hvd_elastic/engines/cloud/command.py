@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -55,7 +55,6 @@ class CommandProvider:
         UsageError: the folder lacks one of the programs.
     """
 
-    name: ClassVar[str] = "command"
     preemption: str | None = None
 
     def __init__(self, settings: Mapping[str, str]) -> None:

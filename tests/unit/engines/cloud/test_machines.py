@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -40,7 +39,6 @@ SPOT = MachinePlan(8, 0, "")
 class Cloud:
     """A provider in memory; ``hidden_s`` is how long its list does not show what was started."""
 
-    name: ClassVar[str] = "memory"
     preemption: str | None = None
 
     def __init__(self, hidden_s: float = 0.0) -> None:
