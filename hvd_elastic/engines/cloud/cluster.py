@@ -29,6 +29,7 @@ class ClusterMachines(CloudHosts):
     """
 
     used: frozenset[str] = frozenset()
+    may_be_none = False  # the daemon reads the hostfile as if a user had written it
 
     def in_use(self, grant_id: str) -> bool:
         machine = self._there.get(grant_id)

@@ -65,6 +65,8 @@ class CloudHosts:
 
     host_word = grant_word = "machine"
     least = slots = 1
+    may_be_none = True
+    """Whether the hostfile may name no host while there is no machine."""
     hosts: tuple[str, ...] = ()
     """All hosts are machines that were asked for."""
 
@@ -87,6 +89,7 @@ class CloudHosts:
         self.given_up: dict[str, str] = {}
         """Why machines were never used, by id."""
         self._joined: dict[str, Machine] = {}
+        self._written: list[Host] = []
         self._there: dict[str, Machine] = {}
         """All machines that have not ended, by id."""
         self._connections: list[Connection] = []
@@ -114,6 +117,7 @@ class CloudHosts:
     # -- as the owner of what growth asks for ----------------------------------------------
 
     def list(self) -> list[Grant]:
+        self._write()  # which has failed if the disk was full
         there = self.machines.look()
         self._there = {each.id: each for each in there}
         now, live = time.monotonic(), {each.id: each for each in there if each.is_live}
@@ -270,10 +274,12 @@ class CloudHosts:
         return {each: why for each, why in renewed.items() if why}
 
     def _write(self) -> None:
+        """Have the hostfile name the machines that have joined."""
         with self._changing:
             hosts = self._reach.hosts_of(self._joined.values())
-        if hosts:  # a hostfile that names none cannot be read; lost machines are found lost
+        if hosts != self._written and (hosts or self.may_be_none):
             write_hostfile(self._hostfile, hosts)
+            self._written = hosts
 
 
 class CloudSource:

@@ -143,6 +143,20 @@ def test_a_machine_at_risk_counts_as_gone_near_the_deadline(cloud, said, tmp_pat
     assert markets(cloud) == {True: 4, False: 1}
 
 
+def test_the_hostfile_is_empty_while_there_is_no_machine(cloud, said, tmp_path, monkeypatch):
+    cloud.refusals.clear()
+    hosts = hosts_of(cloud, said, tmp_path, monkeypatch, None)
+    monkeypatch.setattr(hosts._reach, "renew", lambda machines, _: {m.id: "" for m in machines})
+    hosts.begin(1)
+    (machine,) = cloud.machines.values()
+    cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
+    (grant,) = hosts.list()
+    hosts.join_host(grant)
+    assert "10.0.0.1" in (tmp_path / "hosts").read_text()
+    hosts.leave_host(grant.grant_id)
+    assert not (tmp_path / "hosts").read_text().strip()
+
+
 def test_a_drained_machine_is_replaced_before_it_ends(cloud, said, tmp_path, monkeypatch):
     cloud.refusals.clear()
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, None)
