@@ -19,6 +19,7 @@ from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:
+    from hvd_elastic.jobs.hosts import Expansion
     from hvd_elastic.jobs.job import Answer
     from hvd_elastic.jobs.place import ClusterFolder
     from hvd_elastic.policy.schedule.policies import Policy
@@ -213,7 +214,7 @@ def _serve(
         hostfile = hostfile.absolute()
         daemon = Daemon(
             *(place, hostfile, config, begin_leader, policy, operators),
-            *(notify[0], drains, notify[1]),
+            *(notify[0], drains, notify[1], _expansion(cloud)),
         )
         place.describe_daemon(hostfile)
         on_up()
@@ -234,6 +235,18 @@ def _hosts_of_cloud(name: str, ssh_config: Path | None) -> tuple[Path, Path | No
     if ssh_config is None and config is not None:
         ssh_config = Path(config)
     return folder.path / "cluster_hosts", ssh_config
+
+
+def _expansion(cloud: str | None) -> Expansion:
+    """Return what a cluster on a cloud may grow to."""
+    from hvd_elastic.jobs.hosts import Expansion
+
+    if cloud is None:
+        return Expansion()
+    from hvd_elastic.engines.cloud.engine import CloudSource
+
+    source = CloudSource(cloud)
+    return Expansion(source.hosts({}).hosts, source.preemption)
 
 
 def _machines(
