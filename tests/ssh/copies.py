@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvd_elastic.virtual import VirtualCluster, netns
@@ -74,6 +75,19 @@ class Bed:
 
     def data(self, number: int) -> Path:
         return self.cluster.data(self.hosts[number])
+
+    @contextlib.contextmanager
+    def held(self, process: subprocess.Popen[str]) -> Iterator[None]:
+        """Stop a copy's leader and its source, so that it does not end during the block."""
+        leader = psutil.Process(process.pid)
+        stopped = [leader, *leader.children(recursive=True)]
+        for each in stopped:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in stopped:
+                each.resume()
 
     def parts(self, number: int) -> list[Path]:
         return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]

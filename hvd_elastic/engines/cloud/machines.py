@@ -139,20 +139,22 @@ class Machines:
             CloudError: the provider does not answer.
             RunError: what is written of them cannot be read.
         """
-        intents = self.folder.intents()  # before the list, which may miss what is ordered meanwhile
+        # Both before the list: it may miss what is ordered meanwhile, and its answer may come late.
+        intents = self.folder.intents()
+        settled = {intent.token for intent in intents if self._is_settled(intent)}
         machines = {each.id: each for each in self._provider.list(self.tags)}
         for intent in intents:
-            self._settle(intent, machines)
+            self._settle(intent, machines, is_settled=intent.token in settled)
         return [each for each in machines.values() if each.state != "ended"]
 
     def live(self) -> list[Machine]:
         """Return the machines that start or run; errors as of :meth:`look`."""
         return [each for each in self.look() if each.is_live]
 
-    def _settle(self, intent: Intent, machines: dict[str, Machine]) -> None:
+    def _settle(self, intent: Intent, machines: dict[str, Machine], *, is_settled: bool) -> None:
         """Compare an order with the list: add what is not shown yet, forget what has ended."""
         found = {each.id for each in machines.values() if each.tags.get("token") == intent.token}
-        if not self._is_settled(intent):
+        if not is_settled:
             for each in set(intent.ids or ()) - machines.keys():
                 tags = {**self.tags, "token": intent.token}
                 machines[each] = Machine(each, "starting", "", intent.offer, tags)

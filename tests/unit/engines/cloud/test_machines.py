@@ -52,6 +52,7 @@ class Cloud:
         """How many machines pools still have; those that are not in it have any number."""
         self.before: Callable[[Order], None] = lambda _: None
         self.after: Callable[[], None] = lambda: None
+        self.on_its_way: Callable[[], None] = lambda: None
 
     def offers(self, types: Sequence[str], zones: Sequence[str], spot: bool) -> Sequence[Offer]:
         return [offer for offer in self.pools if spot or not offer.spot]
@@ -75,12 +76,14 @@ class Cloud:
         return made
 
     def list(self, tags: Mapping[str, str]) -> Sequence[Machine]:
-        return [
+        found = [
             each
             for name, each in self.machines.items()
             if tags.items() <= each.tags.items()
             and time.monotonic() >= self.since[name] + self.hidden_s
         ]
+        self.on_its_way()
+        return found
 
     def stop(self, ids: Sequence[str]) -> None:
         for each in ids:
@@ -151,9 +154,12 @@ def test_machines_of_an_order_whose_answer_was_lost_are_found_by_its_token(folde
     assert len(cloud.orders) == 1
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.6])
 def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list_shows_them_yet(
-    folder, said
+    folder, said, late_s
 ) -> None:
+    """Also if a list was made before they are shown, and arrives after they must be."""
+
     class Killed(BaseException):
         pass
 
@@ -161,6 +167,7 @@ def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list
         raise Killed
 
     cloud = Cloud(hidden_s=0.3)
+    cloud.on_its_way = lambda: time.sleep(late_s)
     cloud.after = die
     with pytest.raises(Killed):
         machines_of(folder, cloud, said).start(2, (), SPOT)
