@@ -177,12 +177,16 @@ class Growth:
             case AgentStarted(host=host):
                 self._lost.pop(host, None)
                 self._draining.discard(host)  # of the same name as one that was drained
-            case HostDraining(host=host):
+            case HostDraining(host=host) if self._has(host):
                 self._draining.add(host)
             case HostReturned(host=host):
                 self._draining.discard(host)
-            case Warned(host_at_risk=host) if host:
+            case Warned(host_at_risk=host) if self._has(host):
                 self.at_risk.add(host)
+
+    def _has(self, host: str) -> bool:
+        """Return whether the run has a host; an event may be read after the host has left."""
+        return host in self.first or host in self._joined.values()
 
     def note_use(
         self,

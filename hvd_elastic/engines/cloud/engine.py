@@ -16,7 +16,13 @@ from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.cloud.machines import Machines
 from hvd_elastic.engines.cloud.needs import RunNeeds
-from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
+from hvd_elastic.engines.cloud.provider import (
+    CapacityError,
+    CloudError,
+    CredentialsError,
+    Machine,
+    ThrottledError,
+)
 from hvd_elastic.engines.cloud.reach import Reach
 from hvd_elastic.engines.cloud.records import CloudFolder, setting_s
 from hvd_elastic.engines.growth import Grant, Growth, Limits, growing
@@ -35,7 +41,7 @@ from hvd_elastic.run_events import (
 _START_LIMIT_S = 600.0
 """How long a machine may take until it answers over ssh [s]; then it is given up."""
 _LOOK_S = 5.0
-_WAIT_S = 1.0
+_WAIT_S, _LONGEST_WAIT_S = 1.0, 10.0
 _RENEWALS = 4
 """How often a lease is renewed before it would end."""
 _LEAVE_BEFORE_S = 120.0
@@ -177,6 +183,8 @@ class CloudHosts:
     def begin_with(self, growth: Growth, stopped: Callable[[], bool] = lambda: False) -> None:
         """Ask for the fewest machines, and return when they can be used.
 
+        Without capacity they are asked for again, up to the end of the cloud's time.
+
         Args:
             growth: asks for those that end meanwhile.
             stopped: returns whether nobody needs them any more.
@@ -185,8 +193,9 @@ class CloudHosts:
             RunError: they cannot be had, or are not needed any more.
         """
         if (missing := self.least - len(self.machines.live())) > 0:
-            self.begin(missing)
-            self._tell(f"{count(missing, 'machine')} asked for")
+            with contextlib.suppress(CapacityError, ThrottledError):  # each pool was told
+                self.begin(missing)
+                self._tell(f"{count(missing, 'machine')} asked for")
         self.wait(growth, stopped)
 
     def wait(
@@ -201,7 +210,7 @@ class CloudHosts:
         Raises:
             RunError: they cannot be had, or are not needed any more.
         """
-        began, said = time.monotonic(), ""
+        began, said, wait_s = time.monotonic(), "", _WAIT_S
         while True:
             try:
                 error = ""
@@ -225,12 +234,17 @@ class CloudHosts:
                 self._tell(text)
             if stopped():
                 raise RunError("it was stopped before it began")
-            if time.monotonic() - began >= 2 * self._start_limit_s:
-                name, waited = self.machines.definition.name, time.monotonic() - began
+            waited_s = time.monotonic() - began
+            if waited_s >= 2 * self._start_limit_s or self.machines.left_s <= leave_before_s():
                 raise RunError(
-                    f"cloud {name}: {text}, after {duration_words(waited)}: hvd-elastic cloud list"
+                    f"cloud {self.machines.definition.name}: {text}, after "
+                    f"{duration_words(waited_s)}: hvd-elastic cloud list"
                 )
-            time.sleep(_WAIT_S)
+            if self._since:
+                wait_s = _WAIT_S
+            else:  # no capacity
+                began, wait_s = time.monotonic(), min(1.2 * wait_s, _LONGEST_WAIT_S)
+            time.sleep(wait_s)
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
         self._ending |= {*grant_ids}

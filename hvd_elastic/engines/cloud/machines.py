@@ -29,7 +29,7 @@ from hvd_elastic.engines.cloud.provider import (
 )
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.formatting import count
 from hvd_elastic.policy.spot import MachinePlan, next_order, useful_pools
 
 LEFT_OUT_S = 600.0
@@ -214,12 +214,13 @@ class Machines:
             plan: how many of each kind there may be afterwards.
 
         Raises:
-            CloudError: none could be started; says why of each pool.
+            CapacityError: none can be had now, but later there may be some; says why of each pool.
+            CloudError: none can be had at all, in the same words.
             CredentialsError: no call can succeed.
             RunError: an order cannot be written down, or the machines are being ended.
         """
         if self._ladder.not_before > time.monotonic():
-            raise ThrottledError(self._throttled_words())
+            raise ThrottledError("too many calls: machines are asked for again after a pause")
         started: list[Machine] = []
         refused: dict[Offer, CloudError] = {}
         while order := self._next_order(
@@ -248,7 +249,10 @@ class Machines:
                 if (why := refused.get(offer) or self._ladder.why_not(offer, now))
             )
             why_none = "; ".join(reasons) or self._no_pool(held)
-            raise CapacityError(f"no machine can be had now: {why_none}")
+            kinds = [type(error) for error in refused.values()] if reasons else [UnsupportedError]
+            busy = not kinds or {CapacityError, ThrottledError} & {*kinds}
+            kind = CapacityError if busy else kinds[0]
+            raise kind(f"no machine can be had now: {why_none}")
         return started
 
     def _next_order(
@@ -282,10 +286,6 @@ class Machines:
         if asked.spot and not useful_pools(self.offers(), spot=True):
             return "spot machines cost as much as those on demand"
         return "only the deadline of the run allows machines on demand"
-
-    def _throttled_words(self) -> str:
-        left_s = self._ladder.not_before - time.monotonic()
-        return f"too many calls: nothing is asked for {duration_words(left_s)}"
 
     def _order(self, offer: Offer, number: int) -> list[Machine]:
         """Send an order that is on disk before."""

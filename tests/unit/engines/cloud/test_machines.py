@@ -66,7 +66,7 @@ class Cloud:
         self.free.setdefault(order.offer, math.inf)
         for _ in range(int(min(order.count, self.free[order.offer]))):
             name = f"m{len(self.machines)}"
-            made.append(Machine(name, "running", "", order.offer, order.tags))
+            made.append(Machine(name, "running", f"10.0.1.{name[1:]}", order.offer, order.tags))
             self.machines[name] = made[-1]
             self.since[name] = time.monotonic()
         self.free[order.offer] -= len(made)
@@ -254,7 +254,7 @@ def test_machines_that_no_list_shows_yet_count_with_their_price_and_market(folde
     machines.start(1, (), MachinePlan(0, 1, ""))
     (hidden,) = machines_of(folder, cloud, said).look()
     assert (hidden.offer, hidden.state) == (POOLS[2], "starting")
-    with pytest.raises(CapacityError, match="exceed --budget 1 an hour"):
+    with pytest.raises(UnsupportedError, match="exceed --budget 1 an hour"):
         machines.start(1, [hidden], SPOT)
 
 
@@ -267,6 +267,18 @@ def test_a_pool_without_capacity_is_left_out_and_the_next_one_is_asked(folder, s
     asked = [order.offer.zone for order in cloud.orders]
     assert asked.count("a") == 1
     assert f"{POOLS[0].name}: no capacity" in said
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [(CapacityError, CapacityError), (ThrottledError, CapacityError), (QuotaError, QuotaError)],
+)
+def test_only_what_may_end_soon_counts_as_a_lack_of_capacity(folder, said, first, kind) -> None:
+    cloud = Cloud()
+    cloud.refusals = {POOLS[0].name: first("first"), POOLS[1].name: QuotaError("second")}
+    with pytest.raises(CloudError, match="first") as raised:
+        machines_of(folder, cloud, said).start(1, (), SPOT)
+    assert type(raised.value) is kind
 
 
 def test_on_demand_machines_are_started_only_if_they_are_asked_for(folder, said) -> None:
@@ -285,7 +297,7 @@ def test_a_budget_bounds_the_price_of_all_machines(folder, said) -> None:
     machines = machines_of(folder, cloud, said)
     held = machines.start(8, (), MachinePlan(8, 8, ""))
     assert sum(each.offer.price or 0.0 for each in held) <= 1.0
-    with pytest.raises(CapacityError, match="exceed --budget 1 an hour"):
+    with pytest.raises(UnsupportedError, match="exceed --budget 1 an hour"):
         machines.start(1, held, MachinePlan(8, 1, ""))
 
 
@@ -293,7 +305,7 @@ def test_a_budget_allows_no_machine_whose_price_nobody_knows(folder, said) -> No
     cloud = Cloud()
     change(folder, budget=100.0)
     cloud.pools = [replace(offer, price=None) for offer in POOLS]
-    with pytest.raises(CapacityError, match="no price is known"):
+    with pytest.raises(UnsupportedError, match="no price is known"):
         machines_of(folder, cloud, said).start(1, (), MachinePlan(8, 1, ""))
     assert not cloud.orders
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.engines.cloud import engine
 from hvd_elastic.engines.cloud.engine import CloudHosts
 from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.provider import CapacityError, Offer
+from hvd_elastic.engines.cloud.provider import CapacityError, Offer, UnsupportedError
 from hvd_elastic.engines.cloud.reach import Reach
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition
+from hvd_elastic.engines.growth import Growth, Limits
+from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.run_events import HostDraining, Warned
 from hvd_elastic.sim.spot import (
@@ -136,11 +139,35 @@ def test_a_machine_at_risk_counts_as_gone_near_the_deadline(cloud, said, tmp_pat
     cloud.refusals = spot
     machine = next(iter(cloud.machines.values()))
     cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
-    with pytest.raises(CapacityError):
+    with pytest.raises(UnsupportedError, match="4 machines of at most 4 are there"):
         hosts.begin(1)
     hosts.needs.take_event(Warned("it may go", host_at_risk="10.0.0.1"))
     hosts.begin(1)
     assert markets(cloud) == {True: 4, False: 1}
+
+
+def test_a_run_waits_for_capacity_before_it_begins(cloud, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "_WAIT_S", 0.02)
+    monkeypatch.setenv("HVD_ELASTIC_CLOUD_LEFT_OUT_S", "0.1")
+    hosts = hosts_of(cloud, said, tmp_path, monkeypatch, None)
+    monkeypatch.setattr(hosts._reach, "renew", lambda machines, _: {m.id: "" for m in machines})
+    hosts.least, looks = 2, 0
+    spec = RunSpec((), "/", policy="goodput")
+    growth = Growth(hosts, Limits(4, 1, 0.0, 60.0, least=2), spec, said.append)
+
+    def stopped() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            cloud.refusals.clear()
+        return looks > 100
+
+    hosts.begin_with(growth, stopped)
+    assert markets(cloud) == {True: 2}
+    assert looks >= 3
+    assert any("0 of 2 machines can be used: no machine can be had now" in text for text in said), (
+        said
+    )
 
 
 def test_the_hostfile_is_empty_while_there_is_no_machine(cloud, said, tmp_path, monkeypatch):

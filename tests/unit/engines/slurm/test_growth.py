@@ -334,6 +334,23 @@ def test_a_policy_gets_one_node_at_a_time_while_it_uses_all(goodput: Setting) ->
     assert goodput.queue.pending == ["2"]
 
 
+def test_a_drain_that_is_read_after_its_node_has_left_does_not_bar_the_next_one(
+    fixed: Setting,
+) -> None:
+    fixed.growth.look_at_grants(0.0)
+    fixed.queue.start("1", "node7")
+    fixed.growth.look_at_grants(5.0)
+    del fixed.queue.jobs["1"]
+    fixed.growth.look_at_grants(10.0)
+    drains = {"cause": "preempted", "leave_in_s": 5.0, "asked": False}
+    fixed.event("host_draining", 10.0, host="node7", **drains)
+    fixed.event("warning", 10.0, message="it may go", host_at_risk="node7")
+    fixed.queue.start("2", "node7")
+    fixed.growth.look_at_grants(15.0)
+    assert "node7" in fixed.hosts()
+    assert not fixed.growth.at_risk
+
+
 def test_an_unused_node_is_kept_as_long_as_another_one_takes_to_start(goodput: Setting) -> None:
     goodput.growth._owner.start_s = 200.0
     goodput.trains_on("node0")
