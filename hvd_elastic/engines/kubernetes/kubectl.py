@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +163,3 @@ def _with_advice(said: str) -> str:
     text = re.sub(r"^(error: |Error from server \(\w+\): )+", "", text).strip().rstrip(".")
     advice = next((each for pattern, each in _ADVICE if re.search(pattern, said)), "")
     return f"{text}. {advice}" if advice else text
-
-
-def leader_pod(pods: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of the pod in which a run is led now, of its pods; None: in none."""
-    for pod in pods:
-        is_alive = pod["status"].get("phase") == "Running"
-        if is_alive and "deletionTimestamp" not in pod["metadata"]:
-            return str(pod["metadata"]["name"])
-    return None
