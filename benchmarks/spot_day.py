@@ -79,8 +79,8 @@ class Day:
         self.machines = machines
         self.examples = round(machines * work_h * hour_s / _STEP_S) * _BATCH
         self.home = cloud.bodies.cluster.folder.parents[1]
-        self.notices: list[tuple[str, float]] = []
-        """Addresses of the machines that were told of their end, and when [s]."""
+        self.notices: list[tuple[Instance, float]] = []
+        """The machines that were told of their end, and when [s]."""
         self._tick = -1
         self._told: set[str] = set()
         self._first = len(cloud.instances)
@@ -131,18 +131,21 @@ class Day:
         """Return what the day has cost, beside the simulation, and how notices were answered."""
         folder = RunFolder(self.home / "runs" / self.name)
         events = [*folder.iter_events()]
-        drained = [
-            event.t - max(before)
-            for event in events
-            if isinstance(event, HostDrained)
-            for before in [[t for host, t in self.notices if host == event.host and t <= event.t]]
-            if before
-        ]
         started = [each for each in self.cloud.instances[self._first :] if each.pool[2]]
         # The cloud's hours are this machine's; those of the trace are shorter.
         hours = sum(each.hours for each in started) * 3600 / self.hour_s
         cost = sum(self._cost(each) for each in started)
         joined = [event for event in events if isinstance(event, WorkerJoined)]
+        ends = [event for event in events if isinstance(event, HostDrained)]
+        drained = [
+            min(
+                (e.t - at for e in ends if e.host == self._address(each) and e.t >= at),
+                default=math.inf,
+            )
+            for each, at in self.notices
+            # Some machines are told before the run uses them.
+            if any(self._is_on(each, event) and event.t <= at for event in joined)
+        ]
         starts = [
             min((e.t - each.began for e in joined if self._is_on(each, e)), default=None)
             for each in started
@@ -155,10 +158,10 @@ class Day:
         elastic, gang = (self._simulate(rule, job) for rule in ("elastic", "gang"))
         on_demand = self.machines * job.work_h * self._price
         summary = summarize(events)
-        ends = [*(at_s for at_s, _ in summary.placements[1:]), summary.duration_s]
+        until = [*(at_s for at_s, _ in summary.placements[1:]), summary.duration_s]
         trained_s = sum(
             (end - at_s) * len(held)
-            for (at_s, held), end in zip(summary.placements, ends, strict=True)
+            for (at_s, held), end in zip(summary.placements, until, strict=True)
         )
         return {
             "audit": "exact" if result.ok else "; ".join(result.problems()),
@@ -173,6 +176,7 @@ class Day:
             "machines_interrupted": len(self.notices),
             "start_s": round(start_s, 1),
             "drained": len(drained),
+            "median_drain_s": round(float(np.median(drained)), 2) if drained else None,
             "longest_drain_s": round(max(drained), 2) if drained else None,
             "exponent": round(job.exponent, 3),
         }
@@ -242,7 +246,7 @@ class Day:
             for instance in kept[least:]:
                 self._told.add(instance.id)
                 instance.booted.wait(_NOTICE_S)
-                self.notices.append((self._address(instance), time.time()))
+                self.notices.append((instance, time.time()))
                 self.cloud.interrupt(instance, _NOTICE_S)
 
     def _spot_price(self, _type: str, zone: str) -> float:
