@@ -54,8 +54,8 @@ from hvd_elastic.jobs.slot_plan import (
 )
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.policies import Policy
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.wording import awaited_words
 
 _LOOK_S = 0.2
@@ -475,7 +475,7 @@ class Daemon:
         candidates = [self._candidate(job, hosts_of[job.request.wish]) for job in jobs]
         bound = [use for use in self._uses() if self._is_bound(use.job)]
         hosts = [
-            HostSlots(name, slots - sum(use.taken(name) for use in bound))
+            HostOffer(name, slots - sum(use.taken(name) for use in bound))
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]

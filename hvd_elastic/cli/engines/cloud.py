@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -281,9 +282,11 @@ def up(
         return
     print(definition.hostfile)
     what = f"{count(len(ready), 'machine')} for {price:.2f} an hour, until "
+    ssh = ["--ssh-config", definition.ssh_config] if definition.ssh_config else []
+    words = shlex.join(["hvd-elastic", "run", "--hostfile", definition.hostfile, *ssh])
     print(
-        f"{what}{date_words(definition.deadline)}. Train with: hvd-elastic run --hostfile "
-        f"{definition.hostfile} -- python train.py   End them with: hvd-elastic cloud down {name}",
+        f"{what}{date_words(definition.deadline)}. Train with: {words} -- python train.py   "
+        f"End them with: hvd-elastic cloud down {name}",
         file=sys.stderr,
     )
 
@@ -461,8 +464,9 @@ def _end(name: str, options: ProviderOptions) -> int:
 def _end_expired(options: ProviderOptions) -> int:
     """End what is past its deadline, at each provider that this computer knows or is told of."""
     ended, fails = 0, []
-    for where, provider in _providers(options):
+    for where, settings in _providers(options):
         try:
+            provider = provider_named(*settings)
             past = [each.id for each in _there(provider, owner=owner()) if _is_past(each)]
             if past:
                 _tell(f"{where}: {count(len(past), 'machine')} past the deadline")
@@ -501,8 +505,12 @@ def _deadline_of(machine: Machine) -> float | None:
     return deadline.timestamp()
 
 
-def _providers(options: ProviderOptions) -> list[tuple[str, Provider]]:
-    """Return each provider that this computer knows or is told of, once, with its name."""
+def _providers(options: ProviderOptions) -> list[tuple[str, tuple[str, Mapping[str, str]]]]:
+    """Return each provider that this computer knows or is told of, once: words, and its settings.
+
+    Raises:
+        RunError: there is none, so nobody can say what runs.
+    """
     found: dict[str, tuple[str, Mapping[str, str]]] = {}
     known = []
     for folder in all_folders():
@@ -512,10 +520,12 @@ def _providers(options: ProviderOptions) -> list[tuple[str, Provider]]:
     for name, settings in [*known, *asked]:
         place = {k: v for k, v in settings.items() if k in ("region", "programs")}
         found[json.dumps([name, place], sort_keys=True)] = name, place
-    return [
-        (" ".join([name, *place.values()]), provider_named(name, place))
-        for name, place in found.values()
-    ]
+    if not found:
+        raise RunError(
+            "no cloud is known on this computer, so no provider was asked: name it, such as "
+            "--provider aws --region us-east-1"
+        )
+    return [(" ".join([name, *place.values()]), (name, place)) for name, place in found.values()]
 
 
 # -- list and prices ---------------------------------------------------------------------------
@@ -549,8 +559,13 @@ def list_(
         rows += [_machine_row(each) for each in machines]
         if not machines and not as_json:
             _tell(f"cloud {folder.name} has no machine")
-    for _, provider in _providers(options) if all_ or options.is_given else ():
-        found = _there(provider, **({} if all_ else {"owner": owner()}))
+    for where, settings in _providers(options) if all_ or options.is_given else ():
+        try:
+            provider = provider_named(*settings)
+            found = _there(provider, **({} if all_ else {"owner": owner()}))
+        except HvdElasticError as error:
+            fails.append(f"{where}: {error}")
+            continue
         more = [each for each in found if each.id not in known]
         known |= {each.id for each in more}
         rows += [_machine_row(each) for each in more]

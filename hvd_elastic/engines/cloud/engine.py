@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hvd_elastic.control.endings import StopCause
-from hvd_elastic.engines.base import repeating
+from hvd_elastic.engines.base import HostSource, repeating
 from hvd_elastic.engines.cloud.machines import Machines
 from hvd_elastic.engines.cloud.needs import RunNeeds
 from hvd_elastic.engines.cloud.provider import (
@@ -296,14 +296,11 @@ class CloudHosts:
             self._written = hosts
 
 
-class CloudSource:
-    """The machines of a cloud that this computer knows, as a ``HostSource``."""
+class CloudSource(HostSource):
+    """The machines of a cloud that this computer knows."""
 
     def __init__(self, name: str) -> None:
         self._folder = CloudFolder.open(name)
-
-    def is_around(self, environment: Mapping[str, str]) -> bool:
-        return False  # a cloud is named
 
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         """Return the most machines that the run may get, under names of no meaning."""
@@ -331,9 +328,6 @@ class CloudSource:
         self, folder: RunFolder, environment: Mapping[str, str]
     ) -> AbstractContextManager[CloudHosts]:
         return cloud_engine(folder, self._folder)
-
-    def clean(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return dict(environment)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ from hvd_elastic.jobs.job import Job, JobRequest, JobStatus
 from hvd_elastic.jobs.limits import Limit, Limits, LimitsFile
 from hvd_elastic.jobs.shares import ClusterShares
 from hvd_elastic.jobs.slot_plan import Candidate, plan_slots
-from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.shares import Shares
+from hvd_elastic.policy.snapshot import HostOffer
 
 ADA, BOB = 4001, 4002
-HOSTS = [HostSlots("a", 4), HostSlots("b", 4)]
+HOSTS = [HostOffer("a", 4), HostOffer("b", 4)]
 
 
 def job(number: int, user: int | None = ADA, held: int = 0, **more: Any) -> Job:

@@ -98,6 +98,22 @@ def test_machines_are_found_although_a_definition_cannot_be_read(programs) -> No
     assert "cloud.json cannot be read" in str(done.exception)
 
 
+@pytest.mark.parametrize("words", [["list", "--all"], ["down", "--expired"]])
+def test_nothing_is_said_to_run_where_nobody_was_asked(words) -> None:
+    done = CliRunner().invoke(app, ["cloud", *words])
+    assert done.stdout == ""
+    assert "no provider was asked" in str(done.exception)
+
+
+def test_a_provider_that_fails_does_not_hide_the_machines_of_others(programs) -> None:
+    settings = {"programs": "/nowhere"}
+    gone = replace(UpOptions(**VALID).definition("lab"), settings=settings)  # type: ignore[arg-type]
+    CloudFolder("lab").write(gone)
+    done = CliRunner().invoke(app, ["cloud", "list", "--all", "--json", *programs])
+    assert [row["id"] for row in json.loads(done.stdout)] == ["m1"]
+    assert "command /nowhere: " in str(done.exception)
+
+
 def test_a_cloud_that_a_run_uses_keeps_its_definition(programs) -> None:
     folder = CloudFolder("lab")
     settings = {"programs": programs[-1]}
