@@ -98,9 +98,7 @@ class _Job:
         return [t for t, size in self.steps() if t > since and size == _PODS]
 
     def names(self, role: str) -> list[str]:
-        chosen = f"hvd-elastic/run%3D{self.run_id},hvd-elastic/role%3D{role}"
-        path = f"/api/v1/namespaces/default/pods?labelSelector={chosen}"
-        return [pod["metadata"]["name"] for pod in self.control.call("GET", path)["items"]]
+        return [*self.control.pods(self.run_id, role)]
 
     def pauses(self) -> list[float]:
         """Return the pauses of the changes so far [s]."""
@@ -130,9 +128,7 @@ def _evict(job: _Job) -> dict[str, float]:
     name = job.names("host")[-1]
     before = len(job.pauses())
     asked = time.monotonic()
-    path = f"/api/v1/namespaces/default/pods/{name}/eviction"
-    body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": name}}
-    job.control.call("POST", path, body)
+    job.control.evict(name)
     gone = job.wait(lambda: name not in job.names("host"), "the end of the pod")
     job.wait(lambda: len(job.pauses()) >= before + 2, "another pod")
     job.wait_trains(time.monotonic())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import platformdirs
 import psutil
@@ -33,9 +34,37 @@ from hvd_elastic.records.process_lock import lock_held
 from hvd_elastic.virtual import VirtualCluster
 
 START_S = 180.0
-BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
-PACKAGES = ("etcd-server", "kubernetes-client")
 TOOLS = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
+
+
+class _Part(NamedTuple):
+    """Programs that are built together.
+
+    Attributes:
+        built: what is built of Kubernetes; the others are there when the last one is.
+        packages: packages with further programs.
+        copied: these programs.
+    """
+
+    built: tuple[str, ...]
+    packages: tuple[str, ...]
+    copied: tuple[str, ...]
+
+
+_CONTROL = _Part(
+    ("kube-apiserver", "kube-controller-manager", "kube-scheduler"),
+    ("etcd-server", "kubernetes-client"),
+    ("usr/bin/etcd", "usr/bin/kubectl"),
+)
+_NODE = _Part(
+    ("kubelet",),
+    ("containerd", "runc", "containernetworking-plugins", "busybox-static"),
+    (
+        *("usr/bin/containerd", "usr/bin/containerd-shim-runc-v2", "usr/bin/ctr", "usr/sbin/runc"),
+        *("usr/lib/cni/bridge", "usr/lib/cni/host-local", "usr/lib/cni/loopback", "bin/busybox"),
+    ),
+)
+"""For a node with a real kubelet."""
 _BUILD = r"""
 set -e
 apt="-o Dir::Etc::sourcelist=$PWD/sources.list -o Dir::Etc::sourceparts=/dev/null
@@ -49,7 +78,7 @@ apt-get $apt update
 apt-get $apt download $PACKAGES $TOOLS
 apt-get $apt --download-only source kubernetes
 for each in *.deb; do dpkg -x "$each" go; done
-cp go/usr/bin/etcd go/usr/bin/kubectl bin/
+(cd go && cp $COPIED ../bin/)
 dpkg-source -x kubernetes_*.dsc k8s
 # The vendored one panics with this Go.
 rm -r k8s/vendor/github.com/modern-go/reflect2
@@ -68,8 +97,7 @@ dirs=$(grep -l '+k8s:openapi-gen=' -r vendor/k8s.io/*/ pkg cmd --include='*.go' 
 of=k8s.io/kubernetes/vendor/k8s.io
 for each in gitMajor=1 gitMinor=20 gitVersion=v1.20.2 buildDate=2021-01-13T00:00:00Z
 do flags="$flags -X $of/client-go/pkg/version.$each -X $of/component-base/version.$each"; done
-go build -ldflags "-s -w $flags" -o "$bin/" \
-    ./cmd/kube-apiserver ./cmd/kube-controller-manager ./cmd/kube-scheduler
+go build -ldflags "-s -w $flags" -o "$bin/" $BUILT
 """
 
 
@@ -77,7 +105,7 @@ def why_not() -> str:
     """Return why no Kubernetes can be built and run here; empty: it can."""
     if os.geteuid() != 0:
         return "needs root"
-    if (programs() / BUILT[-1]).exists():
+    if (programs() / _CONTROL.built[-1]).exists():
         return ""
     if shutil.which("dpkg-source") is None or shutil.which("apt-get") is None:
         return "needs Debian's apt-get and dpkg-source, which fetch Kubernetes' source"
@@ -89,24 +117,42 @@ def programs() -> Path:
     return Path(platformdirs.user_cache_dir("hvd_elastic")) / "kubernetes-1.20.2"
 
 
-def build() -> str:
-    """Build what is not there yet, and return why it cannot be built; empty: it is there."""
+def has_memory_groups() -> bool:
+    """Return whether there are control groups for memory of version 1, which pods need."""
+    return os.access(_MEMORY / "memory.limit_in_bytes", os.W_OK)
+
+
+def build(*, kubelet: bool = False) -> str:
+    """Build what is not there yet, and return why it cannot be built; empty: it is there.
+
+    Args:
+        kubelet: whether a kubelet and what it needs are built too.
+    """
     folder = programs()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = (_CONTROL, _NODE) if kubelet else (_CONTROL,)
     with lock_held(folder.with_suffix(".lock"), lambda: None):
-        if (folder / BUILT[-1]).exists():
+        missing = [part for part in parts if not (folder / part.built[-1]).exists()]
+        if not missing:
             return ""
+        built, packages, copied = ([*itertools.chain(*each)] for each in zip(*missing, strict=True))
         cpus = os.cpu_count() or 1
         print(
-            f"building Kubernetes 1.20 from Debian's source, once: some {11 / min(cpus, 4):.0f} "
-            f"minutes, 1.5 GB of memory, 4 GB of disk; it is kept in {folder}",
+            f"building {', '.join(built)} of Kubernetes 1.20 from Debian's source, once: some "
+            f"{(8 + 3 * len(missing)) / min(cpus, 4):.0f} minutes, 1.5 GB of memory, 4 GB of disk; "
+            f"they are kept in {folder}",
             file=sys.__stderr__,
             flush=True,
         )
         work = folder.with_suffix(".build")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
-        variables = {"PACKAGES": " ".join(PACKAGES), "TOOLS": " ".join(TOOLS)}
+        variables = {
+            "PACKAGES": " ".join(packages),
+            "COPIED": " ".join(copied),
+            "BUILT": " ".join(f"./cmd/{name}" for name in built),
+            "TOOLS": " ".join(TOOLS),
+        }
         log = folder.with_suffix(".log")
         with log.open("wb") as output:
             done = subprocess.run(
@@ -119,12 +165,17 @@ def build() -> str:
             )
         if done.returncode == 0:
             (work / "bin" / "openapi-gen").unlink()
-            (work / "bin").rename(folder)
+            marks = [part.built[-1] for part in missing]
+            for path in sorted((work / "bin").iterdir(), key=lambda path: path.name in marks):
+                path.replace(folder / path.name)
         shutil.rmtree(work, ignore_errors=True)
         if done.returncode == 0:
             return ""
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
         return f"Kubernetes cannot be built ({last}); see {log}"
+
+
+_PODS = "/api/v1/namespaces/default/pods"
 
 
 class ControlPlane:
@@ -186,6 +237,17 @@ class ControlPlane:
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout + ("" if check else done.stderr)
 
+    def pods(self, run_id: str, role: str = "host") -> dict[str, dict[str, Any]]:
+        """Return the pods of a run, by name."""
+        chosen = f"hvd-elastic/run%3D{run_id},hvd-elastic/role%3D{role}"
+        items = self.call("GET", f"{_PODS}?labelSelector={chosen}")["items"]
+        return {pod["metadata"]["name"]: pod for pod in items}
+
+    def evict(self, pod: str) -> None:
+        """Have the Eviction API take a pod away, as kubectl drain and autoscalers do."""
+        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod}}
+        self.call("POST", f"{_PODS}/{pod}/eviction", body)
+
     def pause(self) -> None:
         """Have the API server answer nothing, until :meth:`go_on`."""
         self._started[1].send_signal(signal.SIGSTOP)
@@ -211,6 +273,7 @@ class ControlPlane:
             *("--service-account-key-file=sa.key", "--service-account-signing-key-file=sa.key"),
             "--service-account-issuer=https://kubernetes.default.svc",
             "--disable-admission-plugins=DefaultStorageClass",
+            "--kubelet-preferred-address-types=InternalIP",
         )
         self._await(lambda: self._answers("/readyz"), "the API server")
         as_admin = ("--kubeconfig=kubeconfig", "--leader-elect=false", "--bind-address=127.0.0.1")
@@ -381,6 +444,14 @@ class Nodes:
         for pod in self._pods.values():
             pod.end()
 
+    def adapt(self, pod: dict[str, Any]) -> None:
+        """Change a template of pods into one that they can follow here."""
+
+    def output_of(self, job: str) -> str:
+        """Return what the pods of a job have printed."""
+        logs = (self.control.folder / "pods").glob(f"{job}-?????/log")
+        return "\n".join(log.read_text(errors="replace") for log in logs)
+
     def clock(self) -> Path:
         """Return a library with which programs have a clock that is ahead by ``AHEAD_S``."""
         library = self.control.folder / "clock.so"
@@ -388,11 +459,6 @@ class Nodes:
             words = ["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
             subprocess.run(words, input=_CLOCK, check=True, text=True)
         return library
-
-    @property
-    def has_memory_groups(self) -> bool:
-        """Whether pods have no more memory than their limit."""
-        return os.access(_MEMORY / "memory.limit_in_bytes", os.W_OK)
 
     def use_memory(self, name: str, size: int) -> None:
         """Use so many bytes of a pod's memory, in a process of the pod that is killed for it."""
@@ -593,7 +659,7 @@ class _Pod:
 
     def _limit_memory(self, limit: str) -> list[str]:
         """Make a control group with a limit; return words that have what follows run in it."""
-        if not limit or not self._nodes.has_memory_groups:
+        if not limit or not has_memory_groups():
             return []
         self.group.mkdir(exist_ok=True)
         (self.group / "memory.limit_in_bytes").write_text(limit)

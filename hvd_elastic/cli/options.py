@@ -157,7 +157,9 @@ def given_options(context: typer.Context) -> dict[str, str]:
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":
-            found[parameter.name or ""] = parameter.opts[0]
+            is_off = context.params[parameter.name or ""] is False
+            words = parameter.secondary_opts if is_off else parameter.opts
+            found[parameter.name or ""] = words[0]
     return found
 
 

@@ -23,7 +23,8 @@ class HostSource(Protocol):
     """Gives the hosts of what this process runs in, such as an allocation."""
 
     def is_around(self, environment: Mapping[str, str]) -> bool:
-        """Return whether a process with this environment runs in one."""
+        """Return whether a process with this environment runs in one, if it is not named."""
+        return False
 
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         """Return its hosts.
@@ -34,6 +35,7 @@ class HostSource(Protocol):
 
     def adapt(self, spec: RunSpec) -> RunSpec:
         """Return the specification of a run with what reaching its hosts takes."""
+        return spec
 
     def lead(
         self, folder: RunFolder, environment: Mapping[str, str]
@@ -42,6 +44,7 @@ class HostSource(Protocol):
 
     def clean(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment without variables that are right for this host alone."""
+        return dict(environment)
 
 
 CLOUD = "cloud:"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
@@ -14,8 +15,8 @@ from hvd_elastic.jobs import job as ask
 from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
-from hvd_elastic.jobs.hosts import ClusterHosts
-from hvd_elastic.jobs.job import Answer, Job, JobKind, JobStatus, Request
+from hvd_elastic.jobs.hosts import ClusterHosts, Expansion
+from hvd_elastic.jobs.job import Answer, Job, JobKind, JobRequest, JobStatus, Request
 from hvd_elastic.jobs.notify import ClusterRecord
 from hvd_elastic.jobs.operator_state import Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
@@ -64,6 +65,7 @@ class QueueRequests:
         queue: tuple[JobQueue, JobStore],
         hosts: tuple[ClusterHosts, HostHealth, HardwareHealth, OperatorState, HostGpus],
         record: ClusterRecord,
+        expansion: Expansion = Expansion(),  # noqa: B008  (it is frozen)
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
         limit_rows: Callable[[], dict[str, Any]],
@@ -73,7 +75,7 @@ class QueueRequests:
         self._operators = operators
         self._queue, self._store = queue
         self._hosts, self._health, self._hardware, self._operator_state, self._gpus = hosts
-        self._record = record
+        self._record, self._expansion = record, expansion
         self._host_rows = host_rows
         self._limit_rows = limit_rows
         self._has_keeper = has_keeper
@@ -114,7 +116,8 @@ class QueueRequests:
                 if unknown and self._gpus.ask({*unknown} - self._health.lost.keys()):
                     return Answer("", ask_again=True)
                 self._refuse_impossible(request)
-                added = queue.add_jobs(jobs, environment, self._allowed)
+                requests = [self._with_preemption(job) for job in jobs]
+                added = queue.add_jobs(requests, environment, self._allowed)
                 silent = f"{hosts_named(unknown)} did not say which GPUs they have"
                 answer = _changed(added, _of("submitted {}", added), silent if unknown else "")
                 answer.data = [job.run_id for job in added]
@@ -242,13 +245,21 @@ class QueueRequests:
             return []
         return [host for host in hosts if host not in self._gpus.known]
 
+    def _with_preemption(self, job: JobRequest) -> JobRequest:
+        """Return a job with the notices of the hosts that the cluster asks for."""
+        given = job.spec.get("preemption") or job.spec.get("preemption_command")
+        if self._expansion.preemption is None or given or job.kind is JobKind.PLAIN:
+            return job
+        return replace(job, spec={**job.spec, "preemption": self._expansion.preemption})
+
     def _refuse_impossible(self, request: ask.Submit) -> None:
         hosts = self._hosts.listed
+        coming = {host.name: host for host in self._expansion.hosts[len(hosts) :]}
         checked = set()
         for job in request.jobs:
             if (asked := (job.wish, job.min_np)) not in checked:
                 whose = f"job {job.name}", f"cluster {self._name}"
-                job.wish.refuse_impossible(hosts, self._gpus.known, job.min_np, whose)
+                job.wish.refuse_impossible({**hosts, **coming}, self._gpus.known, job.min_np, whose)
                 checked.add(asked)
             for name in job.spec.get("input_hosts", ()):
                 if name_as_listed(name, hosts) in hosts:

@@ -40,8 +40,10 @@ class SubmittedPods(SubmittedRun):
             "env": [{"name": name, "value": value} for name, value in environment.items()],
             "resources": {"requests": {"cpu": "100m"}, **(resources or {})},
         }
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}}
-        template.write_text(json.dumps({**pod, "spec": {"containers": [container]}}))
+        pod: dict[str, Any] = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}}
+        pod["spec"] = {"containers": [container]}
+        nodes.adapt(pod)
+        template.write_text(json.dumps(pod))
         verb = ("k8s", "submit", "--image", IMAGE, "--pod-template", str(template))
         super().__init__(stage, None, *options, verb=verb, **more)
         assert self.process.wait(LIMIT_S) == 0, self.output.read_text()
@@ -66,20 +68,8 @@ class SubmittedPods(SubmittedRun):
 
     def pods(self, role: str = "host") -> dict[str, dict[str, Any]]:
         """Return the pods of the run that are not being deleted, by name."""
-        chosen = f"hvd-elastic/run%3D{self.run_id},hvd-elastic/role%3D{role}"
-        path = f"/api/v1/namespaces/default/pods?labelSelector={chosen}"
-        items = self.control.call("GET", path)["items"]
-        return {
-            pod["metadata"]["name"]: pod
-            for pod in items
-            if "deletionTimestamp" not in pod["metadata"]
-        }
-
-    def evict(self, name: str) -> None:
-        """Have the Eviction API take a pod away, as kubectl drain and autoscalers do."""
-        path = f"/api/v1/namespaces/default/pods/{name}/eviction"
-        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction"}
-        self.control.call("POST", path, {**body, "metadata": {"name": name}})
+        found = self.control.pods(self.run_id, role).items()
+        return {name: pod for name, pod in found if "deletionTimestamp" not in pod["metadata"]}
 
     def gone(self, name: str) -> bool:
         """Return whether the API server knows no pod of this name any more."""
@@ -87,8 +77,7 @@ class SubmittedPods(SubmittedRun):
         return not text.strip()
 
     def output_of_leaders(self) -> str:
-        logs = (self.control.folder / "pods").glob(f"{self.name}-?????/log")
-        return "\n".join(log.read_text(errors="replace") for log in logs)
+        return self.nodes.output_of(self.name)
 
     def story(self) -> str:
         return super().story() + self.output_of_leaders()[-6000:]

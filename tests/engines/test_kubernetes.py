@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed import kubernetes
+from benchmarks.testbed.kubelet import RealNode
 from benchmarks.testbed.kubernetes import ControlPlane, Nodes
 from hvd_elastic.engines.kubernetes.manifests import Asked, account_and_role, as_yaml
 from tests.dist.running import Stage
@@ -29,11 +30,15 @@ pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def nodes(stage: Stage) -> Iterator[Nodes]:
+def built(stage: Stage) -> None:
     why = kubernetes.why_not() or ("needs namespaces" if stage.cluster.loopback else "")
-    why = why or kubernetes.build()
+    why = why or kubernetes.build(kubelet=ALL)
     if why:
         pytest.skip(f"{why}; see make test-engines")
+
+
+@pytest.fixture(scope="module")
+def nodes(stage: Stage, built: None) -> Iterator[Nodes]:
     folder = stage.folder / "kubernetes"
     with (
         ControlPlane(folder, stage.cluster.leader_address) as control,
@@ -41,6 +46,11 @@ def nodes(stage: Stage) -> Iterator[Nodes]:
     ):
         control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
         yield nodes
+
+
+def needs_memory_groups() -> None:
+    if not kubernetes.has_memory_groups():
+        pytest.skip("needs control groups for memory (version 1)")
 
 
 def end_well(job: SubmittedPods) -> None:
@@ -58,7 +68,7 @@ def test_evicted_and_drained_pods_cost_a_pause_and_no_example(stage, nodes) -> N
 
         since = job.mark()
         evicted = next(iter(job.pods()))
-        job.evict(evicted)
+        job.control.evict(evicted)
         job.wait_for(lambda: job.gone(evicted), "the end of the evicted pod")
         job.wait_size(3, since)
 
@@ -82,6 +92,36 @@ def test_evicted_and_drained_pods_cost_a_pause_and_no_example(stage, nodes) -> N
         assert job.run_id in report.read_text()
         nodes.control.kubectl("delete", "job", job.name)
         job.wait_for(lambda: not _left(job), "the end of all that was made", ended_too=True)
+
+
+@COSTLY
+def test_pods_of_a_real_kubelet_are_evicted_and_replaced(stage, built) -> None:
+    needs_memory_groups()
+    with (
+        ControlPlane(stage.folder / "real", stage.cluster.leader_address) as control,
+        RealNode(control, stage.cluster, IMAGE, [stage.folder]) as node,
+    ):
+        control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
+        with SubmittedPods(node, stage, "--pods", "2-3") as job:
+            job.wait_size(3)
+            job.wait_steps(10)
+            since = job.mark()
+            evicted = next(iter(job.pods()))
+            job.control.evict(evicted)
+            job.wait_event("host_drained", since, host=evicted)
+            job.wait_for(lambda: job.gone(evicted), "the end of the evicted pod")
+            job.wait_size(3, since)
+            assert "running" in job.k8s("status", job.run_id)
+
+            pods = {*job.pods()}
+            (leader,) = job.pods("leader")
+            since = job.mark()
+            control.kubectl("delete", "pod", leader, "--wait=false")
+            job.wait_event("taken_over", since, size=3)
+            assert {*job.pods()} == pods
+            job.finish()
+            control.kubectl("delete", "job", job.name)
+            job.wait_for(lambda: not _left(job), "the end of all that was made", ended_too=True)
 
 
 def _left(job: SubmittedPods) -> str:
@@ -220,7 +260,7 @@ def test_a_run_is_stopped_and_goes_on_in_another_job(stage, nodes) -> None:
         job.finish()
 
 
-def test_what_a_pod_lacks_is_told_and_the_others_train(stage, nodes) -> None:
+def test_a_quota_and_a_right_that_is_missing_are_told_and_the_others_train(stage, nodes) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}}
     quota["spec"] = {"hard": {"pods": "3"}}
     nodes.control.kubectl("create", "-f", "-", input=json.dumps(quota))
@@ -230,32 +270,26 @@ def test_what_a_pod_lacks_is_told_and_the_others_train(stage, nodes) -> None:
             told = "the quota of the namespace default is used up"
             job.wait_for(lambda: told in job.output_of_leaders(), told)
             job.wait_steps(10)
+
+            nodes.control.kubectl("delete", "rolebinding", "hvd-elastic")
+            since = job.mark()
+            job.control.evict(next(iter(job.pods())))
+            told = "The service account needs the Role of: hvd-elastic k8s setup"
+            job.wait_for(lambda: told in job.output_of_leaders(), told)
+            job.wait_size(1, since)
+            job.wait_steps(10)
+            since = job.mark()
+            nodes.control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
+            job.wait_size(2, since)
             job.finish()
     finally:
         nodes.control.kubectl("delete", "quota", "small")
-
-
-def test_a_right_that_is_taken_from_the_leader_is_told_and_asked_for_again(stage, nodes) -> None:
-    with SubmittedPods(nodes, stage, "--pods", "1-2") as job:
-        job.wait_size(2)
-        nodes.control.kubectl("delete", "rolebinding", "hvd-elastic")
-        try:
-            job.evict(next(iter(job.pods())))
-            told = "The service account needs the Role of: hvd-elastic k8s setup"
-            job.wait_for(lambda: told in job.output_of_leaders(), told)
-            job.wait_size(1)
-            job.wait_steps(10)
-            since = job.mark()
-        finally:
-            nodes.control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
-        job.wait_size(2, since)
-        job.finish()
+        nodes.control.kubectl("apply", "-f", "-", input=as_yaml(account_and_role()))
 
 
 def test_pods_that_cannot_be_made_or_are_killed_are_told_and_the_others_train(stage, nodes) -> None:
     """One uses more memory than its limit, and the image is not there for the next one."""
-    if not nodes.has_memory_groups:
-        pytest.skip("needs control groups for memory (version 1)")
+    needs_memory_groups()
     limit = {"limits": {"memory": f"{_MEMORY}"}}
     with SubmittedPods(nodes, stage, "--pods", "1-2", resources=limit) as job:
         job.wait_size(2)
@@ -424,7 +458,7 @@ def test_random_faults_cost_no_example(stage, nodes) -> None:
                 elif pods := [*job.pods("leader" if fault == "leader" else "host")]:
                     name = chance.choice(pods)
                     if fault == "evict":
-                        job.evict(name)
+                        job.control.evict(name)
                     else:
                         how = ("--grace-period=0", "--force") if fault == "kill" else ()
                         how = (*how, "--wait=false", "--ignore-not-found")

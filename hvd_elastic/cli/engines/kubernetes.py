@@ -34,7 +34,7 @@ from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.engines.growth import Limits
 from hvd_elastic.engines.kubernetes import manifests
 from hvd_elastic.engines.kubernetes.api import why_ended, why_pending
-from hvd_elastic.engines.kubernetes.kubectl import Kubectl, leader_pod
+from hvd_elastic.engines.kubernetes.kubectl import Kubectl
 from hvd_elastic.engines.kubernetes.manifests import Asked, as_yaml, check_name
 from hvd_elastic.engines.kubernetes.pods import ROLE_LABEL, RUN_LABEL
 from hvd_elastic.errors import RunError, UsageError
@@ -51,6 +51,8 @@ _LINGER_S = 2.0
 """How long the pod of the leader stays after the end, for commands in it that show the end [s]."""
 _START_S = 120.0
 """How long that pod may take to start [s]."""
+
+_JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 
 Namespace = Annotated[
     str | None,
@@ -181,16 +183,10 @@ _OF_PODS = {
 
 def _passed_on(context: typer.Context) -> Iterator[str]:
     """Yield the words of the options that the leader gets as they were given."""
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name in _OF_PODS or source is None or source.name != "COMMANDLINE":
-            continue
+    for name, word in given_options(context).items():
         value = context.params[name]
-        if getattr(parameter, "is_flag", False):
-            yield parameter.opts[0] if value else parameter.secondary_opts[0]
-        else:
-            yield from (parameter.opts[0], str(value))
+        if name not in _OF_PODS:
+            yield from [word] if isinstance(value, bool) else [word, str(value)]
 
 
 @command(SubmitOptions, but=NOT_HERE, pass_on=True)
@@ -263,7 +259,7 @@ def _say_submitted(run_id: str, as_json: bool, what: str) -> None:
 
 def _owner(job: Mapping[str, Any]) -> dict[str, Any]:
     of = job["metadata"]
-    return {"apiVersion": "batch/v1", "kind": "Job", "name": of["name"], "uid": of["uid"]}
+    return {**_JOB, "name": of["name"], "uid": of["uid"]}
 
 
 def _submit_again(run_id: str, passed: list[str], kubectl: Kubectl) -> None:
@@ -278,16 +274,9 @@ def _submit_again(run_id: str, passed: list[str], kubectl: Kubectl) -> None:
     before, command_words = container["args"][2:at], container["args"][at:]
     container["args"] = ["--resume", run_id, *before, *passed, *command_words]
     template["metadata"]["labels"] = {**labels, ROLE_LABEL: "leader"}  # without those of the job
-    again = {
-        "apiVersion": job["apiVersion"],
-        "kind": job["kind"],
-        "metadata": {"name": name, "labels": labels},
-        "spec": {
-            field: job["spec"][field]
-            for field in ("backoffLimit", "podFailurePolicy", "template")
-            if field in job["spec"]
-        },
-    }
+    fields = ("backoffLimit", "podFailurePolicy", "template")
+    spec = {field: job["spec"][field] for field in fields if field in job["spec"]}
+    again = {**_JOB, "metadata": {"name": name, "labels": labels}, "spec": spec}
     claims = [each.get("persistentVolumeClaim", {}) for each in template["spec"]["volumes"]]
     is_made = name in [claim.get("claimName") for claim in claims]
     kept = [f"service/{name}", *([f"pvc/{name}"] if is_made else [])]
@@ -304,7 +293,7 @@ def _submit_again(run_id: str, passed: list[str], kubectl: Kubectl) -> None:
             f"job {name} now, make it with: kubectl create --filename {path}"
         ) from error
     for each in kept:
-        _own(kubectl, each, owner)
+        _own(kubectl, each, [owner])
     _say_submitted(run_id, False, "its pods again")
 
 
@@ -313,8 +302,7 @@ def _is_over(job: Mapping[str, Any]) -> bool:
     return any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in told)
 
 
-def _own(kubectl: Kubectl, thing: str, owner: Mapping[str, Any] | None) -> None:
-    owners = None if owner is None else [owner]
+def _own(kubectl: Kubectl, thing: str, owners: list[dict[str, Any]] | None) -> None:
     patch = json.dumps({"metadata": {"ownerReferences": owners}})
     kubectl.call("patch", thing, "--type=merge", f"--patch={patch}")
 
@@ -330,8 +318,6 @@ def setup(namespace: Namespace = None) -> None:
     found = manifests.account_and_role()
     for each in found if namespace else ():
         each["metadata"]["namespace"] = namespace
-        for subject in each.get("subjects", ()):
-            subject["namespace"] = namespace
     print(as_yaml(found), end="")
 
 
@@ -481,8 +467,9 @@ def _pod_of(kubectl: Kubectl, run_id: str) -> str:
     name = check_name(run_id)
     chosen = f"{RUN_LABEL}={run_id},{ROLE_LABEL} in (leader,look)"
     pods = kubectl.get("pods", f"--selector={chosen}")["items"]
-    if pod := leader_pod(pods):
-        return pod
+    for pod in pods:
+        if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]:
+            return str(pod["metadata"]["name"])
     job = kubectl.get(f"job/{name}")
     why = next((text for pod in pods if (text := why_pending(pod) or why_ended(pod))), "")
     if not _is_over(job):
@@ -495,17 +482,8 @@ def _pod_of(kubectl: Kubectl, run_id: str) -> str:
     container = template["spec"]["containers"][0]
     container |= {"command": ["sleep", str(_LOOK_AT_S)], "args": []}
     template["spec"]["automountServiceAccountToken"] = False
-    look = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "generateName": f"{name}-look-",
-            **template["metadata"],
-            "ownerReferences": [_owner(job)],
-        },
-        "spec": template["spec"],
-    }
-    pod = kubectl.create(look)["metadata"]["name"]
+    template["metadata"] |= {"generateName": f"{name}-look-", "ownerReferences": [_owner(job)]}
+    pod = kubectl.create({"apiVersion": "v1", "kind": "Pod", **template})["metadata"]["name"]
     last = f" (the last one: {why})" if why else ""
     print(f"no pod leads the run{last}: {pod} shows it for {_LOOK_AT_S} s", file=sys.stderr)
     limit = f"--timeout={_START_S:g}s"

@@ -27,6 +27,7 @@ from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:
+    from hvd_elastic.jobs.hosts import Expansion
     from hvd_elastic.jobs.job import Answer
     from hvd_elastic.jobs.place import ClusterFolder
 
@@ -271,11 +272,24 @@ def _serve(
             notify=options.notify or "",
             drains=options.drain_unhealthy or "",
             notify_held_s=notify_held_s(options.notify, options.notify_held),
+            expansion=_expansion(options.cloud),
         )
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()
     return 0
+
+
+def _expansion(cloud: str | None) -> Expansion:
+    """Return what a cluster on a cloud may grow to."""
+    from hvd_elastic.jobs.hosts import Expansion
+
+    if cloud is None:
+        return Expansion()
+    from hvd_elastic.engines.cloud.engine import CloudSource
+
+    source = CloudSource(cloud)
+    return Expansion(source.hosts({}).hosts, source.preemption)
 
 
 def _machines(

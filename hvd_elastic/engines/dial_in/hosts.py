@@ -184,12 +184,20 @@ class DialInHosts:
         """Return the number of slots of the hosts that are connected."""
         return sum(each.host.slots for each in self.hosts)
 
-    def wait_for(self, slots: int, check: Callable[[], None], calm_s: float, least: int) -> None:
+    def wait_for(
+        self,
+        slots: int,
+        check: Callable[[], None],
+        calm_s: float,
+        least: int,
+        limit_s: float = _START_S,
+    ) -> None:
         """Wait until there are hosts with enough slots.
 
         Args:
             check: called now and then; raises an error if no more hosts are to come.
             calm_s: time without a new host after which ``least`` slots are enough [s].
+            limit_s: how long they are waited for [s].
 
         Raises:
             RunError: they have not come in time.
@@ -205,8 +213,8 @@ class DialInHosts:
                 check()
                 waited_s = time.monotonic() - began
                 there = f"{now} of {count(slots, 'process')} have a host"
-                if waited_s > _START_S:
-                    raise RunError(f"{there}, and no more have come in {_START_S:g} s")
+                if waited_s > limit_s:
+                    raise RunError(f"{there}, and no more have come in {limit_s:g} s")
                 if waited_s > _PATIENCE_S and not is_told:
                     is_told = True
                     self._warn(f"{there} after {_PATIENCE_S:g} s; waiting for more")

@@ -82,7 +82,7 @@ class Api:
     def call(
         self, method: str, path: str, body: Any = None, patience_s: float = 0.0
     ) -> dict[str, Any]:
-        """Return the answer to a call about objects of the namespace.
+        """Return the answer to a call about objects of the namespace; one to delete may be gone.
 
         Args:
             path: path behind that of the namespace, such as ``pods/NAME``.
@@ -96,6 +96,8 @@ class Api:
             try:
                 return self._call_once(method, path, body)
             except ApiError as error:
+                if method == "DELETE" and error.status == http.client.NOT_FOUND:
+                    return {}
                 if not error.is_passing or time.monotonic() > deadline:
                     raise
             time.sleep(_AGAIN_S)
@@ -123,18 +125,6 @@ class Api:
             said = str(found.get("message") or answer.reason)
             raise ApiError(refusal_words(answer.status, said, self.namespace), answer.status)
         return found
-
-    def delete(self, path: str, patience_s: float = 0.0) -> None:
-        """Delete an object, which may be gone already.
-
-        Raises:
-            ApiError: as of :meth:`call`.
-        """
-        try:
-            self.call("DELETE", path, patience_s=patience_s)
-        except ApiError as error:
-            if error.status != http.client.NOT_FOUND:
-                raise
 
 
 def refusal_words(status: int, said: str, namespace: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import os
 import signal
 import socket
@@ -15,13 +16,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hvd_elastic import __version__
-from hvd_elastic.engines.base import repeating
+from hvd_elastic.engines.base import HostSource, repeating
 from hvd_elastic.engines.dial_in.hosts import DialInHosts
 from hvd_elastic.engines.growth import Growth, Limits, growing
 from hvd_elastic.engines.kubernetes.api import PATIENCE_S, Api, ApiError
 from hvd_elastic.engines.kubernetes.manifests import PORT
 from hvd_elastic.engines.kubernetes.pods import Pods
 from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.hostfile import Hostfile
 from hvd_elastic.leader.spec import RunSpec
@@ -29,8 +31,6 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.run_events import HostDrained, HostDraining
 
-_LIST_S = 2.0
-"""Time between two lists of the pods [s]."""
 _LOOK_S = 0.2
 """Time between two looks at what has happened in the run [s]."""
 _RETURN_S = 20.0
@@ -44,17 +44,11 @@ _MARGIN_S = 2.0
 """Part of a pod's grace time that is kept for its end [s]."""
 
 
-class KubernetesSource:
-    """What a run is led on with in the pod of its leader, as a ``HostSource``."""
-
-    def is_around(self, environment: Mapping[str, str]) -> bool:
-        return False  # only hvd-elastic k8s lead begins a run there
+class KubernetesSource(HostSource):
+    """What a run is led on with in the pod of its leader, by ``hvd-elastic k8s lead`` alone."""
 
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         raise RunError("pods are hosts of runs of hvd-elastic k8s submit alone")
-
-    def adapt(self, spec: RunSpec) -> RunSpec:
-        return spec
 
     def lead(
         self, folder: RunFolder, environment: Mapping[str, str]
@@ -89,6 +83,11 @@ def kubernetes_engine(
     Raises:
         RunError: the service account does not suffice, or the run was stopped before it began.
     """
+
+    def check() -> None:
+        if [*folder.take_requests("stop")]:
+            raise RunError("the run was stopped before it began")
+
     owner = own["metadata"]["ownerReferences"][0]
     grace_s = max(60.0, 2 * spec.leader_grace_s)
     again: Any = {"grace_s": grace_s, "port": PORT, "certificate": _certificate(folder)}
@@ -107,15 +106,17 @@ def kubernetes_engine(
         }
         _tell_invitation(api, owner["name"], owned, invitation)
         growth = Growth(pods, limits, spec, tell)
-        earlier = len(pods.list())
+        least = max(limits.least, min(len(pods.list()), limits.most))  # some of an earlier leader
         with growing(growth, folder, tell), _draining(folder, hosts, pods):
-            _wait(folder, hosts, limits, earlier, tell)
+            tell(f"waiting for {count(least, 'pod')}")
+            slots, fewest = least * limits.slots_per_host, limits.least * limits.slots_per_host
+            hosts.wait_for(slots, check, _RETURN_S, fewest, math.inf)
             yield hosts
     finally:
         hosts.close()
         pods.delete_all()
         with contextlib.suppress(ApiError):
-            api.delete(f"secrets/{owner['name']}")
+            api.call("DELETE", f"secrets/{owner['name']}")
 
 
 def _certificate(folder: RunFolder) -> str:
@@ -134,33 +135,12 @@ def _tell_invitation(
         "metadata": {"name": name, **owned},
         "stringData": {"invitation": json.dumps(invitation)},
     }
-    api.delete(f"secrets/{name}", PATIENCE_S)
+    api.call("DELETE", f"secrets/{name}", patience_s=PATIENCE_S)
     try:
         api.call("POST", "secrets", secret, PATIENCE_S)
     except ApiError as error:
         if error.status != http.client.CONFLICT:  # made by a call whose answer was lost
             raise
-
-
-def _wait(
-    folder: RunFolder,
-    hosts: DialInHosts,
-    limits: Limits,
-    earlier: int,
-    tell: Callable[[str], None],
-) -> None:
-    """Wait for the fewest hosts; for all of an earlier leader, which soon dial in again."""
-    least = max(limits.least, min(earlier, limits.most))
-    began, said = time.monotonic(), -1
-    while (now := len(hosts.hosts)) < least:
-        if now >= limits.least and time.monotonic() > began + _RETURN_S:
-            return
-        if now != said:
-            said = now
-            tell(f"{now} of {least} pods have come")
-        if [*folder.take_requests("stop")]:
-            raise RunError("the run was stopped before it began")
-        time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager
@@ -206,13 +186,17 @@ def leave_at_sigterm() -> None:
 
 
 def own_pod(api: Api) -> dict[str, Any]:
-    """Return the pod of this process, which a job owns.
+    """Return the pod of this process, which a job owns, when its address is known.
 
     Raises:
         RunError: the service account may not read it, or no job owns it.
     """
     name = os.environ.get("POD_NAME") or socket.gethostname()
-    pod = api.call("GET", f"pods/{name}", patience_s=PATIENCE_S)
+    while True:
+        pod = api.call("GET", f"pods/{name}", patience_s=PATIENCE_S)
+        if "podIP" in pod["status"]:  # the kubelet reports it a moment after the start
+            break
+        time.sleep(_LOOK_S)
     owners = pod["metadata"].get("ownerReferences", ())
     if not any(each["kind"] == "Job" for each in owners):
         raise RunError(

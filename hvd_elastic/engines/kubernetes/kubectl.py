@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,22 +153,21 @@ class Kubectl:
         return found
 
 
+_LOG = re.compile(r"[EFIW]\d{4} \d\d:\d\d:")
+"""Begin of a line of kubectl's own log, which is on its stderr too."""
+
+
 def _with_advice(said: str) -> str:
-    """Return the last words of kubectl with what to do.
+    r"""Return the last words of kubectl with what to do.
 
     >>> _with_advice('Error from server (NotFound): namespaces "ml" not found')
     'namespaces "ml" not found. kubectl get namespaces lists those that there are'
+    >>> _with_advice('E1129 14:33:18.4 230 memcache.go:265] "Unhandled Error"\nit was refused')
+    'it was refused'
     """
-    text = " ".join(said.strip().split("\n")[-2:]) or "it says nothing"
+    lines = said.strip().split("\n")
+    text = " ".join(([each for each in lines if not _LOG.match(each)] or lines)[-2:])
+    text = text or "it says nothing"
     text = re.sub(r"^(error: |Error from server \(\w+\): )+", "", text).strip().rstrip(".")
     advice = next((each for pattern, each in _ADVICE if re.search(pattern, said)), "")
     return f"{text}. {advice}" if advice else text
-
-
-def leader_pod(pods: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of the pod in which a run is led now, of its pods; None: in none."""
-    for pod in pods:
-        is_alive = pod["status"].get("phase") == "Running"
-        if is_alive and "deletionTimestamp" not in pod["metadata"]:
-            return str(pod["metadata"]["name"])
-    return None

@@ -73,11 +73,6 @@ class Asked:
     def name(self) -> str:
         return check_name(self.run_id)
 
-    @property
-    def claim(self) -> str:
-        """Return the name of the claim with the home of the run."""
-        return self.home or self.name
-
     def _pod(self, role: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the manifest of a pod, and its container in it."""
         pod = copy.deepcopy(dict(self.template))
@@ -91,7 +86,7 @@ class Asked:
         container["image"] = self.image or container.get("image", "")
         container["terminationMessagePolicy"] = "FallbackToLogsOnError"
         for number, (claim, path) in enumerate(self.volumes):
-            _mount(spec, f"volume-{number}", {"persistentVolumeClaim": {"claimName": claim}}, path)
+            _mount(spec, f"volume-{number}", _of_claim(claim), path)
         _set(container, "POD_NAME", {"fieldRef": {"fieldPath": "metadata.name"}})
         spec["restartPolicy"] = "Never"
         spec["enableServiceLinks"] = False
@@ -106,29 +101,21 @@ class Asked:
             limits = container.setdefault("resources", {}).setdefault("limits", {})
             limits[GPU] = self.gpus
         spec = pod["spec"]
-        _mount(spec, "invitation", {"secret": {"secretName": self.name}}, INVITATION, True)
+        secret = {"secret": {"secretName": self.name}}
+        _mount(spec, "invitation", secret, INVITATION, readOnly=True)
         spec["automountServiceAccountToken"] = False
         spec.setdefault("terminationGracePeriodSeconds", 30)
         # One pod for a node where there are enough, since a drained node takes all of its pods.
-        other = {"labelSelector": {"matchLabels": pod["metadata"]["labels"]}}
-        other["topologyKey"] = "kubernetes.io/hostname"  # type: ignore[assignment]
-        spec.setdefault("affinity", {}).setdefault("podAntiAffinity", {}).setdefault(
-            "preferredDuringSchedulingIgnoredDuringExecution",
-            [{"weight": 100, "podAffinityTerm": other}],
-        )
+        others = {"labelSelector": {"matchLabels": pod["metadata"]["labels"]}}
+        term = {**others, "topologyKey": "kubernetes.io/hostname"}
+        apart = spec.setdefault("affinity", {}).setdefault("podAntiAffinity", {})
+        preferred = [{"weight": 100, "podAffinityTerm": term}]
+        apart.setdefault("preferredDuringSchedulingIgnoredDuringExecution", preferred)
         # The leader notices a lost node in seconds: its pod is replaced before the usual 300 s.
-        spec["tolerations"] = [
-            *spec.get("tolerations", ()),
-            *(
-                {
-                    "key": f"node.kubernetes.io/{state}",
-                    "operator": "Exists",
-                    "effect": "NoExecute",
-                    "tolerationSeconds": 30,
-                }
-                for state in ("unreachable", "not-ready")
-            ),
-        ]
+        lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+        keys = [f"node.kubernetes.io/{state}" for state in ("unreachable", "not-ready")]
+        tolerations = [{"key": key, **lost} for key in keys]
+        spec["tolerations"] = [*spec.get("tolerations", ()), *tolerations]
         named = {"generateName": f"{self.name}-host-", **pod["metadata"]}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": spec}
 
@@ -146,8 +133,7 @@ class Asked:
         container["resources"] = {"requests": {"cpu": "250m", "memory": "512Mi"}}
         _set(container, "HVD_ELASTIC_HOME", HOME)
         _set(container, POD_VARIABLE, json.dumps(self.host_pod(), indent=1))
-        claim = {"persistentVolumeClaim": {"claimName": self.claim}}
-        _mount(spec, "home", claim, HOME)
+        _mount(spec, "home", _of_claim(self.home or self.name), HOME)
         spec["serviceAccountName"] = ACCOUNT
         spec["terminationGracePeriodSeconds"] = 10
         # Without the policy, a pod that is deleted does not count, and one that has failed does.
@@ -180,10 +166,8 @@ class Asked:
         """Return the manifest of the claim with the home of the run; None: the user has one."""
         if self.home is not None:
             return None
-        spec = {
-            "accessModes": ["ReadWriteOnce"],
-            "resources": {"requests": {"storage": "10Gi"}},
-        }
+        size = {"requests": {"storage": "10Gi"}}
+        spec = {"accessModes": ["ReadWriteOnce"], "resources": size}
         return self._object("v1", "PersistentVolumeClaim", spec=spec)
 
     def _object(self, version: str, kind: str, **more: Any) -> dict[str, Any]:
@@ -193,16 +177,8 @@ class Asked:
 
 def account_and_role() -> list[dict[str, Any]]:
     """Return the manifests of the leader's service account and of the smallest Role for it."""
-    role = {
-        "rules": [
-            {
-                "apiGroups": [""],
-                "resources": ["pods"],
-                "verbs": ["create", "get", "list", "delete"],
-            },
-            {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "delete"]},
-        ]
-    }
+    allowed = {"pods": ["create", "get", "list", "delete"], "secrets": ["create", "delete"]}
+    rules = [{"apiGroups": [""], "resources": [k], "verbs": v} for k, v in allowed.items()]
     group = "rbac.authorization.k8s.io"
     bound = {
         "roleRef": {"apiGroup": group, "kind": "Role", "name": ACCOUNT},
@@ -212,22 +188,21 @@ def account_and_role() -> list[dict[str, Any]]:
         {"apiVersion": version, "kind": kind, "metadata": {"name": ACCOUNT}, **more}
         for version, kind, more in (
             ("v1", "ServiceAccount", {}),
-            (f"{group}/v1", "Role", role),
+            (f"{group}/v1", "Role", {"rules": rules}),
             (f"{group}/v1", "RoleBinding", bound),
         )
     ]
 
 
-def _mount(
-    spec: dict[str, Any], name: str, source: dict[str, Any], path: str, read_only: bool = False
-) -> None:
+def _of_claim(claim: str) -> dict[str, Any]:
+    return {"persistentVolumeClaim": {"claimName": claim}}
+
+
+def _mount(spec: dict[str, Any], name: str, source: dict[str, Any], path: str, **more: Any) -> None:
     """Give the container of a pod a volume."""
-    spec["volumes"] = [*spec.get("volumes", ()), {"name": name, **source}]
-    mount: dict[str, Any] = {"name": name, "mountPath": path}
-    if read_only:
-        mount["readOnly"] = True
-    container = spec["containers"][0]
-    container["volumeMounts"] = [*container.get("volumeMounts", ()), mount]
+    spec.setdefault("volumes", []).append({"name": name, **source})
+    mount = {"name": name, "mountPath": path, **more}
+    spec["containers"][0].setdefault("volumeMounts", []).append(mount)
 
 
 def _set(container: dict[str, Any], name: str, value: str | dict[str, Any]) -> None:

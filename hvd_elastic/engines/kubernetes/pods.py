@@ -40,6 +40,7 @@ class Pods:
     """
 
     host_word = grant_word = "pod"
+    start_s: float | None = None
     hosts: tuple[str, ...] = ()
     """All hosts are pods that were asked for."""
 
@@ -88,7 +89,7 @@ class Pods:
                 if name not in self._came:
                     self._pause(f"pod {name} could not be used: {why}")
             if name not in self.going:
-                self._api.delete(f"pods/{name}")
+                self._api.call("DELETE", f"pods/{name}")
             return None
         if name in self.going:
             self._say(name, "it is taken away (evicted, drained, preempted or deleted)")
@@ -104,7 +105,7 @@ class Pods:
             if waited_s >= self._start_limit_s:
                 why = why or f"it is {phase}, and has not reached the leader"
                 self._pause(f"pod {name} is given up after {duration_words(waited_s)}: {why}")
-                self._api.delete(f"pods/{name}")
+                self._api.call("DELETE", f"pods/{name}")
                 return None
         return Grant(name, phase, name, runs=has_come)
 
@@ -130,7 +131,7 @@ class Pods:
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
         for name in grant_ids:
-            self._api.delete(f"pods/{name}")
+            self._api.call("DELETE", f"pods/{name}")
 
     def join_host(self, grant: Grant) -> None:
         """Do nothing: a pod that has dialled in is in the run."""
@@ -146,4 +147,4 @@ class Pods:
         """Delete all pods, at the end of the run; those that the job owns end with it otherwise."""
         with contextlib.suppress(RunError):
             for pod in self._all(PATIENCE_S):
-                self._api.delete(f"pods/{pod['metadata']['name']}", PATIENCE_S)
+                self._api.call("DELETE", f"pods/{pod['metadata']['name']}", patience_s=PATIENCE_S)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvd_elastic.agent.preemption.notice import AFTER_SIGTERM
 from hvd_elastic.control.endings import StopCause
-from hvd_elastic.engines.base import repeating
+from hvd_elastic.engines.base import HostSource, repeating
 from hvd_elastic.engines.slurm.allocation import (
     Allocation,
     clean_environment,
@@ -27,7 +27,6 @@ from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, ProgramConnection, start_here
-from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 
 _STEP_S = 10
@@ -137,8 +136,8 @@ def slurm_engine(folder: RunFolder, allocation: Allocation) -> Iterator[SlurmEng
         yield engine
 
 
-class SlurmSource:
-    """The allocation that this process runs in, as a ``HostSource``."""
+class SlurmSource(HostSource):
+    """The allocation that this process runs in."""
 
     def is_around(self, environment: Mapping[str, str]) -> bool:
         return is_inside(environment)
@@ -146,9 +145,6 @@ class SlurmSource:
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         allocation = own_allocation(environment)
         return Hostfile(allocation.hosts, f"Slurm job {allocation.job_id}")
-
-    def adapt(self, spec: RunSpec) -> RunSpec:
-        return spec
 
     def lead(
         self, folder: RunFolder, environment: Mapping[str, str]

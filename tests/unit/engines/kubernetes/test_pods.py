@@ -37,14 +37,14 @@ class Cluster:
     ) -> dict[str, Any]:
         if method == "GET":
             return {"items": [*self.pods.values()]}
+        if method == "DELETE":
+            del self.pods[path.removeprefix("pods/")]
+            return {}
         if self.refusal is not None:
             raise self.refusal
         name = f"{body['metadata']['generateName']}{len(self.pods)}"
         self.pods[name] = {"metadata": {"name": name}, "status": {"phase": "Pending"}}
         return {}
-
-    def delete(self, path: str, patience_s: float = 0.0) -> None:
-        del self.pods[path.removeprefix("pods/")]
 
     def come(self, name: str) -> None:
         self.pods[name]["status"] = {"phase": "Running"}
