@@ -45,12 +45,15 @@ def without(name: str) -> tuple[str, ...]:
         ((*GOOD, "--param", "lr=1,2", *TRAIN), "--param names lr twice"),
         ((*GOOD, "--param", "w=1,2", *TRAIN), "no word of the command has the placeholder {w}"),
         ((*GOOD, *TRAIN, "{w}"), "a placeholder {w}, and no parameter is named so"),
-        ((*GOOD, "--rungs", "3", *TRAIN), "--rungs need --max-examples"),
+        ((*GOOD, "--rungs", "3", *TRAIN), "--rungs needs --max-examples"),
         (
             (*GOOD, "--rungs", "9", "--max-examples", "100", *TRAIN),
             "--reduction 3 there are at most 5",
         ),
-        ((*GOOD, "--rungs", "2", "--checkpoint-every", "0", *TRAIN), "goes on from a checkpoint"),
+        (
+            (*GOOD, "--rungs", "2", "--checkpoint-every", "0", *TRAIN),
+            "continues from its checkpoint",
+        ),
         ((*GOOD, "--sampler", "best", *TRAIN), "--sampler is one of tpe, random, grid, gp"),
         ((*GOOD, "--sampler", "grid", *TRAIN), "lr is a range without a step"),
         (
