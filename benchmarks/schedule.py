@@ -26,10 +26,11 @@ from benchmarks.testbed.command import Say, at_least_one, check_names, names, ru
 from benchmarks.testbed.figures import Result, conditions, kept_rows
 from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Job
+from hvd_elastic.policy.snapshot import HostOffer
 
 _BENCHMARK = "schedule"
-HOSTS = [HostSlots(f"host{number + 1}", 4) for number in range(16)]
+HOSTS = [HostOffer(f"host{number + 1}", 4) for number in range(16)]
 PUBLISHED = (60.0, 30.0)
 """Time between decisions and pause of a rescale in the artifact's simulator [s]."""
 PUBLISHED_H = {"fifo": 6.54, "optimus": 1.58, "tiresias": 1.12, "equal": 0.88, "sia": 0.78}
@@ -90,7 +91,7 @@ def summarize(
 def decision_time_s(hosts: int, jobs: int) -> float:
     """Return the longest of three decisions about synthetic jobs on hosts of 4 slots [s]."""
     rng = np.random.default_rng(0)
-    cluster = [HostSlots(f"host{number}", 4) for number in range(hosts)]
+    cluster = [HostOffer(f"host{number}", 4) for number in range(hosts)]
     slots = np.arange(1, 65)
     waiting = [
         Job(

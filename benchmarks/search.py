@@ -33,8 +33,9 @@ from benchmarks.testbed.command import Say, at_least_one, run_benchmark
 from benchmarks.testbed.figures import Result, conditions
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.policy.schedule.decide import decide as decide_slots
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
+from hvd_elastic.policy.schedule.jobs import Assignment
 from hvd_elastic.policy.schedule.policies import place
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.search.rungs import decide as decide_trials
 from hvd_elastic.search.trials import Point, Rules, Trial, TrialStatus
@@ -42,7 +43,7 @@ from hvd_elastic.sim.jobs.run import JobInTime, Outcome, as_jobs, queue_events, 
 from hvd_elastic.views.search_page import write_search_page
 
 CURVES = Path(__file__).parent / "search_curves.json"
-HOSTS = [HostSlots(f"host{number + 1}", 4) for number in range(8)]
+HOSTS = [HostOffer(f"host{number + 1}", 4) for number in range(8)]
 SLOTS = sum(host.slots for host in HOSTS)
 FIXED = (1, 4, 8, 32)
 ALONE_S = 3600.0

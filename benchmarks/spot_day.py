@@ -2,7 +2,7 @@
 
 The cloud is EC2 by moto, its machines are virtual hosts, and an hour of the trace takes some
 seconds. The cost that the cloud counts is compared with the simulation of the same trace. Example:
-``python benchmarks/spot_day.py --hours 12 -v``.
+``python benchmarks/spot_day.py --hours 6 -v``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from benchmarks.testbed.figures import Result, conditions
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_records
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import summarize
+from hvd_elastic.run_events import HostDrained, Metrics, ReadEvent, WorkerJoined
 from hvd_elastic.sim.spot import (
     RULES,
     SpotJob,
@@ -43,12 +46,14 @@ from hvd_elastic.virtual import VirtualCluster
 
 _BENCHMARK = "spot_day"
 _TYPE, _NAME, _KEY = "g5.xlarge", "day", "bench"
-_BATCH, _STEP_S = 24, 0.6
+_BATCH, _STEP_S = 24, 1.2
 """Examples of a step, and how long it takes on one machine [s]."""
 _NOTICE_S = 5.0
 """Time between the notice and the end of a machine [s]; not as short as the rest of the day."""
 _LEFT_OUT_S = 5.0
 """How long a pool without capacity is not asked again [s]."""
+_LEAST_STEPS = 20
+"""Steps on some machines from which their speed is known."""
 _JOB = Path(__file__).resolve().parent / "testbed/sleeping_job.py"
 
 
@@ -73,10 +78,11 @@ class Day:
         machines: int,
     ) -> None:
         self.name, self.cloud, self.trace, self.hour_s = name, cloud, trace, hour_s
-        self.work_h, self.machines = work_h, machines
+        self.machines = machines
+        self.examples = round(machines * work_h * hour_s / _STEP_S) * _BATCH
         self.home = cloud.bodies.cluster.folder.parents[1]
-        self.notices: list[tuple[str, float]] = []
-        """Addresses of the machines that were told of their end, and when [s]."""
+        self.notices: list[tuple[Instance, float]] = []
+        """The machines that were told of their end, and when [s]."""
         self._tick = -1
         self._told: set[str] = set()
         self._first = len(cloud.instances)
@@ -88,8 +94,7 @@ class Day:
 
     def live_through(self, say: Say) -> None:
         """Run the job while machines come and go, up to its end."""
-        examples = round(self.machines * self.work_h * self.hour_s / _STEP_S) * _BATCH
-        script = (sys.executable, str(_JOB), str(examples), str(_BATCH), str(_STEP_S / _BATCH))
+        script = (sys.executable, str(_JOB), str(self.examples), str(_BATCH), str(_STEP_S / _BATCH))
         zones = ",".join(pool[1] for pool in self.pools)
         config = self.home / "ssh_config"
         key = self.cloud.bodies.cluster.folder / "id_ed25519"
@@ -126,57 +131,106 @@ class Day:
 
     def figures(self) -> dict[str, Any]:
         """Return what the day has cost, beside the simulation, and how notices were answered."""
-        events = [*read_records(self.home / "runs" / self.name / "events.jsonl")]
-        drained = [
-            event["t"] - max(before)
-            for event in events
-            if event["kind"] == "host_drained"
-            for before in [
-                [t for host, t in self.notices if host == event["host"] and t <= event["t"]]
-            ]
-            if before
-        ]
+        folder = RunFolder(self.home / "runs" / self.name)
+        events = [*folder.iter_events()]
         started = [each for each in self.cloud.instances[self._first :] if each.pool[2]]
         # The cloud's hours are this machine's; those of the trace are shorter.
         hours = sum(each.hours for each in started) * 3600 / self.hour_s
         cost = sum(self._cost(each) for each in started)
-        start_s = [
-            event["t"] - started_at
-            for event in events
-            if event["kind"] == "agent_started"
-            for started_at in [self._began_at(started, event["host"], event["t"])]
+        joined = [event for event in events if isinstance(event, WorkerJoined)]
+        ends = [event for event in events if isinstance(event, HostDrained)]
+        drained = [
+            min(
+                (e.t - at for e in ends if e.host == self._address(each) and e.t >= at),
+                default=math.inf,
+            )
+            for each, at in self.notices
+            # Some machines are told before the run uses them.
+            if any(self._is_on(each, event) and event.t <= at for event in joined)
         ]
+        starts = [
+            min((e.t - each.began for e in joined if self._is_on(each, e)), default=None)
+            for each in started
+        ]
+        start_s = float(np.mean([took_s for took_s in starts if took_s is not None]))
         result = check_audit(
             read_records(self.home / "runs" / self.name / "audit.jsonl"), finished=True
         )
-        simulated = self.simulate(float(np.mean(start_s)))
-        on_demand = self.machines * self.work_h * self._price
+        job = self._job(start_s, events)
+        elastic, gang = (self._simulate(rule, job) for rule in ("elastic", "gang"))
+        on_demand = self.machines * job.work_h * self._price
+        summary = summarize(events)
+        until = [*(at_s for at_s, _ in summary.placements[1:]), summary.duration_s]
+        trained_s = sum(
+            (end - at_s) * len(held)
+            for (at_s, held), end in zip(summary.placements, until, strict=True)
+        )
         return {
             "audit": "exact" if result.ok else "; ".join(result.problems()),
             "machine_hours": round(hours, 2),
-            "simulated_machine_hours": round(simulated.spot_h, 2),
+            "simulated_machine_hours": round(elastic.spot_h, 2),
+            "training_machine_hours": round(trained_s / self.hour_s, 2),
             "cost": round(cost / on_demand, 3),
-            "simulated_cost": round(simulated.relative_cost, 3),
-            "difference": round(cost / on_demand / simulated.relative_cost - 1, 3),
-            "interrupted_machines": len(self.notices),
-            "start_s": round(float(np.mean(start_s)), 2),
-            "longest_drain_s": round(max(drained), 2) if drained else None,
+            "simulated_cost": round(elastic.relative_cost, 3),
+            "simulated_gang_cost": round(gang.relative_cost, 3),
+            "difference": round(cost / on_demand / elastic.relative_cost - 1, 3),
+            "machines_started": len(started),
+            "machines_interrupted": len(self.notices),
+            "start_s": round(start_s, 1),
             "drained": len(drained),
+            "median_drain_s": round(float(np.median(drained)), 2) if drained else None,
+            "longest_drain_s": round(max(drained), 2) if drained else None,
+            "exponent": round(job.exponent, 3),
         }
 
-    def simulate(self, start_s: float) -> SpotOutcome:
-        """Return the outcome of the simulation; a start takes so long here [s]."""
+    def _job(self, start_s: float, events: list[ReadEvent]) -> SpotJob:
+        """Return the job for the simulation, with its speed and the start-up time as measured."""
+        by_size: dict[int, list[float]] = {}
+        for event in events:
+            if isinstance(event, Metrics) and event.size and event.throughput:
+                by_size.setdefault(event.size, []).append(event.throughput)
+        speeds = {
+            size: float(np.median(found))
+            for size, found in by_size.items()
+            if len(found) >= _LEAST_STEPS or size == self.machines
+        }
+        least, most = min(speeds), max(speeds)
+        exponent = 1.0
+        if least < most:
+            exponent = math.log(speeds[most] / speeds[least]) / math.log(most / least)
         ratio = 3600 / self.hour_s
-        job = SpotJob(
+        return SpotJob(
             self.machines,
-            self.work_h,
+            self.examples / speeds[self.machines] / self.hour_s,
             math.inf,
             start_s=start_s * ratio,
-            notice_s=_NOTICE_S * ratio,
+            notice_s=0.0,
             left_out_s=_LEFT_OUT_S * ratio,
-            exponent=1.0,
+            exponent=exponent,
         )
-        return simulate_spot(self.trace, job, RULES["elastic"](self.trace, job))
+
+    def _simulate(self, rule: str, job: SpotJob) -> SpotOutcome:
+        """Simulate the day; machines go with their notice, as the run leaves them then."""
+        ticks = math.ceil(_NOTICE_S / self.hour_s * 3600 / self.trace.gap_s)
+        pools = tuple(
+            replace(
+                pool,
+                counts=tuple(
+                    min(pool.counts[tick : tick + ticks + 1]) for tick in range(self.trace.ticks)
+                ),
+            )
+            for pool in self.trace.pools
+        )
+        trace = replace(self.trace, pools=pools)
+        return simulate_spot(trace, job, RULES[rule](trace, job))
+
+    def _is_on(self, instance: Instance, event: WorkerJoined) -> bool:
+        """Return whether a worker is on an instance; its address may have been another's before."""
+        ended = instance.ended or math.inf
+        return event.host == self._address(instance) and instance.began < event.t < ended
+
+    def _address(self, instance: Instance) -> str:
+        return self.cloud.bodies.cluster.address(instance.host)
 
     # -- the cloud -------------------------------------------------------------------------
 
@@ -197,9 +251,8 @@ class Day:
             kept = [each for each in there if each.id not in self._told]
             for instance in kept[least:]:
                 self._told.add(instance.id)
-                address = self.cloud.bodies.cluster.address(instance.host)
                 instance.booted.wait(_NOTICE_S)
-                self.notices.append((address, time.time()))
+                self.notices.append((instance, time.time()))
                 self.cloud.interrupt(instance, _NOTICE_S)
 
     def _spot_price(self, _type: str, zone: str) -> float:
@@ -220,12 +273,6 @@ class Day:
             cost += (until - at) * prices[tick] * self._price
             at = until
         return cost
-
-    def _began_at(self, started: list[Instance], host: str, now: float) -> float:
-        """Return when the machine was started that has this address now."""
-        cluster = self.cloud.bodies.cluster
-        of_host = [e.began for e in started if cluster.address(e.host) == host and e.began <= now]
-        return max(of_host, default=now)
 
     def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "AWS_"))}
@@ -297,11 +344,11 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hours", type=at_least_one, default=12, help="hours of work (12)")
-    parser.add_argument("--hour-seconds", type=float, default=20.0, help="length of an hour (20)")
+    parser.add_argument("--hours", type=at_least_one, default=6, help="hours of work (6)")
+    parser.add_argument("--hour-seconds", type=float, default=40.0, help="length of an hour (40)")
     parser.add_argument("--machines", type=at_least_one, default=3, help="most machines (3)")
     parser.add_argument("--pools", type=at_least_one, default=2, help="pools of them (2)")
-    parser.add_argument("--seed", type=int, default=1, help="of the trace (1)")
+    parser.add_argument("--seed", type=int, default=4, help="of the trace (4)")
     return run_benchmark(parser, measure)
 
 

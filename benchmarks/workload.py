@@ -21,7 +21,7 @@ from benchmarks.published.simulate import FairOutcome, simulate_jobs
 from benchmarks.testbed.command import check_names, end_with
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words
-from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.sim.jobs.run import queue_events
 from hvd_elastic.views.cluster_page import render_cluster
@@ -39,7 +39,7 @@ def simulate_workload(options: argparse.Namespace) -> None:
     if len(numbers) != 2 or not all(each.isdigit() and int(each) for each in numbers):
         raise UsageError(f"--cluster takes HOSTSxSLOTS, such as 16x4, not {options.cluster!r}")
     shape = [int(each) for each in numbers]
-    hosts = [HostSlots(f"host{number + 1}", shape[1]) for number in range(shape[0])]
+    hosts = [HostOffer(f"host{number + 1}", shape[1]) for number in range(shape[0])]
     workload = read_workload(options.workload, read_applications(options.profiles))
     entry = POLICIES[options.policy]
     began = time.perf_counter()

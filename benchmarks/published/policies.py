@@ -10,16 +10,17 @@ import numpy as np
 
 from benchmarks.published.job import SimulatedJob
 from hvd_elastic.policy.schedule.decide import choose_options, decide
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Assignment, Job
 from hvd_elastic.policy.schedule.policies import (
     equal_shares,
     first_come_first_served,
     place,
 )
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.jobs.run import as_jobs
 
 Policy = Callable[
-    [Sequence[SimulatedJob], Sequence[HostSlots], float, float], Mapping[str, Assignment]
+    [Sequence[SimulatedJob], Sequence[HostOffer], float, float], Mapping[str, Assignment]
 ]
 """Jobs, hosts, time [s] and pause of a rescale [s] to the slots of each job."""
 
@@ -41,7 +42,7 @@ class PolicyEntry:
 
 def _goodput(tells_length: bool) -> Policy:
     def run(
-        jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, rescale_s: float
+        jobs: Sequence[SimulatedJob], hosts: Sequence[HostOffer], now: float, rescale_s: float
     ) -> Mapping[str, Assignment]:
         return decide(as_jobs(jobs, rescale_s, tells_length=tells_length), hosts, now)
 
@@ -49,7 +50,7 @@ def _goodput(tells_length: bool) -> Policy:
 
 
 def _fifo(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, _rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostOffer], now: float, _rescale_s: float
 ) -> Mapping[str, Assignment]:
     """First come, first served, with the slots that were asked; the first that waits blocks."""
     asking = [_sized(job, job.submitted.asked_slots, job.submitted.asked_slots) for job in jobs]
@@ -57,7 +58,7 @@ def _fifo(
 
 
 def _tiresias(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], _now: float, _rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostOffer], _now: float, _rescale_s: float
 ) -> Mapping[str, Assignment]:
     """Two queues by attained service, each first come, first served (Tiresias, NSDI 2019)."""
     left = sum(host.slots for host in hosts)
@@ -77,7 +78,7 @@ _TIRESIAS_S = 3600.0 * 16
 
 
 def _equal(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, _rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostOffer], now: float, _rescale_s: float
 ) -> Mapping[str, Assignment]:
     """Equal shares: slots one by one to the job with the fewest that can use another."""
     return equal_shares([_sized(job, job.min_slots, job.max_slots) for job in jobs], hosts, now)
@@ -97,7 +98,7 @@ def _sized(job: SimulatedJob, least: int, most: int) -> Job:
 
 def _place(
     jobs: Sequence[SimulatedJob],
-    hosts: Sequence[HostSlots],
+    hosts: Sequence[HostOffer],
     wanted: Mapping[str, int],
     reason: str,
 ) -> Mapping[str, Assignment]:
@@ -109,7 +110,7 @@ _SIA_POWER, _SIA_WAITING = -0.5, 1.1
 
 
 def _sia(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostOffer], now: float, rescale_s: float
 ) -> Mapping[str, Assignment]:
     """Sia's integer program for equal hosts (SOSP 2023, section 3), solved exactly."""
 
@@ -122,7 +123,7 @@ def _sia(
 
 
 def _pollux(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostOffer], now: float, rescale_s: float
 ) -> Mapping[str, Assignment]:
     """Pollux's objective (OSDI 2021, section 4.2.1), solved exactly where Pollux searches.
 
@@ -154,7 +155,7 @@ def _discounted(
 
 def _most_valuable(
     jobs: Sequence[SimulatedJob],
-    hosts: Sequence[HostSlots],
+    hosts: Sequence[HostOffer],
     value: Callable[[SimulatedJob, np.ndarray], np.ndarray],
     reason: str,
 ) -> Mapping[str, Assignment]:
@@ -172,7 +173,7 @@ def _most_valuable(
 
 
 def _optimus(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], _now: float, _rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostOffer], _now: float, _rescale_s: float
 ) -> Mapping[str, Assignment]:
     """Slots one by one to the job whose remaining time shrinks most (Optimus, EuroSys 2018).
 

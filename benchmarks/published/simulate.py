@@ -11,7 +11,8 @@ from benchmarks.published.fairness import EqualShares
 from benchmarks.published.job import SimulatedJob
 from benchmarks.published.policies import PolicyEntry
 from benchmarks.published.profiles import SubmittedJob
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
+from hvd_elastic.policy.schedule.jobs import Assignment
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.jobs.run import Outcome, run_jobs
 
 
@@ -39,7 +40,7 @@ class FairOutcome(Outcome):
 
 def simulate_jobs(
     workload: Sequence[SubmittedJob],
-    hosts: Sequence[HostSlots],
+    hosts: Sequence[HostOffer],
     policy: PolicyEntry,
     interval_s: float = 60.0,
     rescale_s: float = 30.0,

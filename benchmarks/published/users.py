@@ -12,8 +12,10 @@ import numpy as np
 from benchmarks.published.job import SimulatedJob
 from benchmarks.published.policies import PolicyEntry
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
+from hvd_elastic.policy.schedule.jobs import Assignment
+from hvd_elastic.policy.schedule.policies import Policy
 from hvd_elastic.policy.schedule.shares import Shares, fair_slots, useful_slots
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.jobs.run import as_jobs
 
 DEALINGS = {"even": (1, 1, 1, 1, 1, 1), "uneven": (10, 3, 1, 1, 1, 1)}
@@ -68,26 +70,24 @@ class SharedRun:
     def _decide(
         self,
         jobs: Sequence[SimulatedJob],
-        hosts: Sequence[HostSlots],
+        hosts: Sequence[HostOffer],
         now: float,
         rescale_s: float,
     ) -> Mapping[str, Assignment]:
-        choose = decide
-        seen = as_jobs(jobs, rescale_s, tells_length=True)
         if self.rounds:
             self.rounds[-1].seconds = now - self._began
+        choose: Policy = decide
         if self.user_of:
             for job in jobs:
                 job.user = self.user_of[job.name]
-            seen = as_jobs(jobs, rescale_s, tells_length=True)
             held = Counter[str]()
             for name, slots in self.rounds[-1].held.items() if self.rounds else ():
                 held[self.user_of[name]] += slots
             self.shares.count_use(now, held)
             self.shares.weights = {job.user: self.weights[job.user] for job in jobs}
-            found = self.shares.policy(choose)(seen, hosts, now)
-        else:
-            found = choose(seen, hosts, now)
+            choose = self.shares.policy(decide)
+        seen = as_jobs(jobs, rescale_s, tells_length=True)
+        found = choose(seen, hosts, now)
         self._began = now
         held_now = {name: sum(each.hosts.values()) for name, each in found.items()}
         self.rounds.append(Round(0.0, held_now, {job.name: useful_slots(job) for job in seen}))

@@ -88,7 +88,7 @@ def measure_accounts(weights: Mapping[str, float], minutes: float, say: Say) -> 
             (place / "limits.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
             owner: dict[str, str] = {}
             for user in users:
-                train = ("--", lab.python, lab.script, "--epochs", 100_000, "--examples", 4800)
+                train = ("--", lab.python, lab.script, "--epochs", 100_000, "--example-s", 0.02)
                 array = ("--array", f"1-{_JOBS}", "--max-np", 4, "--python", lab.python)
                 words = ("submit", "--json", "--cluster", place, "--name", "job", *array, *train)
                 found = json.loads(lab.call(user, *words))

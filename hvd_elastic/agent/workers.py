@@ -38,7 +38,8 @@ _OUTPUT_PAUSE_S = 0.05
 _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that somebody sends to a process, which does not send them to itself."""
 _CALM_S = 5.0
-"""Time from a worker's joining until the template may start, so that it delays no joining."""
+"""Time from a worker's joining, or its end, until the template may start, so that it delays no
+joining."""
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TENSORFLOW_LEVEL, _TENSORFLOW_ERRORS = "TF_CPP_MIN_LOG_LEVEL", "2"
 """Level of TensorFlow's messages; at 2 it prints errors, and neither warnings nor information."""
@@ -155,8 +156,11 @@ class Workers:
     def _end_if_stuck(self, worker: Worker) -> None:
         """Kill a fork that takes far longer to start than a worker that was started directly."""
         if self.get(worker.name) is worker and not worker.is_ready:
-            self._template.give_up("a worker that was forked from it did not become ready")
+            self._template.failed("a worker that was forked from it did not become ready")
             self.kill(worker.name)
+
+    def _warm_template_later(self) -> None:
+        asyncio.get_running_loop().call_later(_CALM_S, self._warm_template)
 
     def _warm_template(self) -> None:
         """Start the template if all workers of this host train or are ready to."""
@@ -316,7 +320,7 @@ class Workers:
                 worker.has_answered = True
             case msg.Imported(modules=modules):
                 took_s = time.monotonic() - worker.started_at
-                self._template.learn(worker.start, modules, took_s)
+                self._template.learn(worker.start, modules, took_s, is_fork=worker.is_fork)
             case msg.ScriptRaised() if worker.is_fork and not worker.is_ready:
                 pass  # it is started again, without the template
             case _:
@@ -324,7 +328,7 @@ class Workers:
                     worker.is_ready = True
                 if isinstance(message, (msg.Joined, msg.Finished)):
                     worker.is_member = isinstance(message, msg.Joined)
-                    asyncio.get_running_loop().call_later(_CALM_S, self._warm_template)
+                    self._warm_template_later()
                 self._tell(msg.WorkerSaid(worker.name, message))
 
     def _end_if_meant_alone(self, worker: Worker) -> None:
@@ -389,7 +393,7 @@ class Workers:
         os.close(worker.log)
         del self._by_name[worker.name]
         if worker.is_fork and not worker.is_ready and code and -code not in _SENT_SIGNALS:
-            self._template.give_up("a worker that was forked from it failed before it was ready")
+            self._template.failed("a worker that was forked from it failed before it was ready")
             self.start(worker.order)
             return
         if worker.was_meant and code == -signal.SIGKILL:
@@ -397,6 +401,7 @@ class Workers:
             code = -worker.outlived
         status, number = (code, None) if code >= 0 else (None, -code)
         self._tell(msg.WorkerEnded(worker.name, status, number, out_of_memory))
+        self._warm_template_later()  # this one may have been all that it waited for
         for stray in _strays_of(worker):
             send(stray, signal.SIGTERM)
         await asyncio.sleep(_STRAY_GRACE_S)

@@ -60,6 +60,8 @@ class Owner(Protocol):
 
     host_word: str
     grant_word: str
+    start_s: float | None
+    """Time that a host took from the request until it could be used [s]; None: not measured."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -161,6 +163,8 @@ class Growth:
         """Hosts that a cloud may take away soon: others are asked for before they go."""
         self._unused: dict[str, float] = {}
         """Since when hosts are unused, by name [monotonic s]."""
+        self._lacking = 1
+        """Number of hosts to ask for at a time while all are in use."""
         self._pause_s = 5 * limits.give_back_after_s
         self._not_before = 0.0
 
@@ -173,12 +177,16 @@ class Growth:
             case AgentStarted(host=host):
                 self._lost.pop(host, None)
                 self._draining.discard(host)  # of the same name as one that was drained
-            case HostDraining(host=host):
+            case HostDraining(host=host) if self._has(host):
                 self._draining.add(host)
             case HostReturned(host=host):
                 self._draining.discard(host)
-            case Warned(host_at_risk=host) if host:
+            case Warned(host_at_risk=host) if self._has(host):
                 self.at_risk.add(host)
+
+    def _has(self, host: str) -> bool:
+        """Return whether the run has a host; an event may be read after the host has left."""
+        return host in self.first or host in self._joined.values()
 
     def note_use(
         self,
@@ -186,7 +194,7 @@ class Growth:
         lost: Collection[str],
         now: float,
         *,
-        waiting: bool,
+        waiting: int,
         elastic: bool,
     ) -> None:
         """Take what a cluster of jobs uses, in place of the events of a run.
@@ -194,12 +202,12 @@ class Growth:
         Args:
             used: hosts on which jobs have processes.
             lost: hosts that cannot be used.
-            waiting: whether jobs wait, so that no host counts as unused.
+            waiting: number of further hosts that jobs wait for; no host counts as unused then.
             elastic: whether jobs may use further hosts.
         """
         self._lost = {name: self._lost.get(name, now) for name in lost}
         self.run.generation_hosts = self._names(now) if waiting else [*used]
-        self.run.size = int(waiting or elastic)
+        self.run.size, self._lacking = int(waiting > 0 or elastic), max(1, waiting)
 
     def adopt(self) -> None:
         """Take the hosts into the run that its last leader has left.
@@ -308,13 +316,15 @@ class Growth:
     def _unwanted(self, now: float) -> list[str]:
         """Return the grants to give back: lost for good, unused by the policy, too many."""
         found = []
+        # An unused host is kept at least as long as another one would take to start.
+        keep_s = max(self._limits.give_back_after_s, self._owner.start_s or 0.0)
         for grant_id, host in self._joined.items():
             idle_s = now - self._unused.get(host, now)
             if now - self._lost.get(host, now) >= _LOST_S:
                 found.append(grant_id)
             elif (
                 self._spec.policy != "fixed"
-                and idle_s >= self._limits.give_back_after_s
+                and idle_s >= keep_s
                 and len(self._names(now)) - len(found) > self._limits.least
             ):
                 found.append(grant_id)
@@ -330,7 +340,7 @@ class Growth:
         processes = self.run.scaled_to or self._spec.np or self._spec.max_np
         if self._spec.policy != "fixed":
             uses_all = self.run.size > 0 and not self._unused and now >= self._not_before
-            in_use = first + len(self._staying) + uses_all
+            in_use = first + len(self._staying) + uses_all * self._lacking
             limit = min(limit, max(in_use, self._limits.least))
         elif processes is not None:
             all_processes = processes + self._spec.spares

@@ -172,8 +172,11 @@ class _PartError(Exception):
         self.column = column
 
 
-def parse_hostfile(path: str | Path) -> Hostfile:
+def parse_hostfile(path: str | Path, *, may_be_empty: bool = False) -> Hostfile:
     """Read a hostfile.
+
+    Args:
+        may_be_empty: whether a file without hosts is valid.
 
     Raises:
         HostfileError: the file is missing, unreadable or empty, every user can write it, or a line
@@ -204,10 +207,10 @@ def parse_hostfile(path: str | Path) -> Hostfile:
             f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8 text. "
             f"A hostfile is plain text; {VALID_FORMS}"
         ) from None
-    return parse_hosts(text, str(path))
+    return parse_hosts(text, str(path), may_be_empty=may_be_empty)
 
 
-def parse_hosts(text: str, source: str) -> Hostfile:
+def parse_hosts(text: str, source: str, *, may_be_empty: bool = False) -> Hostfile:
     """Parse the text of a hostfile; ``source`` names it in errors.
 
     Raises:
@@ -244,7 +247,7 @@ def parse_hosts(text: str, source: str) -> Hostfile:
                 raise HostfileError(_describe(source, number, line, column, message))
             seen[key] = (number, line)
             hosts.append(host)
-    if not hosts:
+    if not hosts and not may_be_empty:
         raise HostfileError(f"{source} names no host. Write one host a line; {VALID_FORMS}")
     return Hostfile(tuple(hosts), source)
 

@@ -26,6 +26,7 @@ _TOLD_LENGTH = 80  # of a command in a message
 # A background child may keep the pipes open after the command has ended. Output that arrives within
 # this time still belongs to the result.
 STRAGGLER_S = 2.0
+_DRAIN_PARTS = 10
 # Time between TERM and KILL.
 TERMINATE_GRACE_S = 2.0
 
@@ -259,11 +260,18 @@ class RemoteProcess:
         return status
 
     def wait_drained(self, timeout: float) -> bool:
-        """Wait for all output and return whether it arrived; a background child can delay it."""
-        deadline = time.monotonic() + timeout
-        for pump in self._pumps:
-            pump.join(max(0.0, deadline - time.monotonic()))
-        return not any(pump.is_alive() for pump in self._pumps)
+        """Wait for all output and return whether it arrived; a background child can delay it.
+
+        While this machine or process is paused, no output is read, so a pause uses up only one of
+        several parts of the time.
+        """
+        for _ in range(_DRAIN_PARTS):
+            deadline = time.monotonic() + timeout / _DRAIN_PARTS
+            for pump in self._pumps:
+                pump.join(max(0.0, deadline - time.monotonic()))
+            if not any(pump.is_alive() for pump in self._pumps):
+                return True
+        return False
 
     def signal(self, name: str) -> None:
         """Send TERM, KILL, INT, … to the command's process group, if it can still be reached."""

@@ -231,4 +231,4 @@ def ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None
     """
     if ssh_config is None and hostfile is not None:
         ssh_config = config_beside(hostfile)
-    return None if ssh_config is None else str(ssh_config.absolute())
+    return None if ssh_config is None else str(ssh_config.expanduser().absolute())

@@ -23,7 +23,7 @@ from hvd_elastic.jobs.admission import within_limits
 from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
-from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Use, barred_words
+from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Expansion, Use, barred_words
 from hvd_elastic.jobs.job import (
     Cancelled,
     Down,
@@ -54,8 +54,8 @@ from hvd_elastic.jobs.slot_plan import (
 )
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.policies import Policy
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.wording import awaited_words
 
 _LOOK_S = 0.2
@@ -94,6 +94,7 @@ class Daemon:
         notify: shell command that is told of events; empty: none.
         drains: faults of its hardware that drain a host; see :class:`HardwareHealth`.
         notify_held_s: how long a job is held until that is an event [s]; None: as the job says.
+        expansion: hosts that the cluster may get beside those of the hostfile.
 
     Raises:
         HostfileError: the hostfile cannot be used.
@@ -112,6 +113,7 @@ class Daemon:
         notify: str = "",
         drains: str = "",
         notify_held_s: float | None = None,
+        expansion: Expansion = Expansion(),  # noqa: B008  (it is frozen)
     ) -> None:
         self._policy = policy
         self._record = record = ClusterRecord(place, notify)
@@ -130,6 +132,7 @@ class Daemon:
             (self._queue, self._store),
             (self._hosts, self._health, self._hardware, self._operator_state, self._gpus),
             record,
+            expansion,
             host_rows=self._host_rows,
             limit_rows=self._limit_rows,
             has_keeper=self._has_keeper,
@@ -472,7 +475,7 @@ class Daemon:
         candidates = [self._candidate(job, hosts_of[job.request.wish]) for job in jobs]
         bound = [use for use in self._uses() if self._is_bound(use.job)]
         hosts = [
-            HostSlots(name, slots - sum(use.taken(name) for use in bound))
+            HostOffer(name, slots - sum(use.taken(name) for use in bound))
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]

@@ -26,6 +26,19 @@ from hvd_elastic.run_events import HostFaults
 
 
 @dataclass(frozen=True)
+class Expansion:
+    """What a cluster may grow to, if it asks for hosts.
+
+    Attributes:
+        hosts: all hosts that it may have at a time, under names of no meaning.
+        preemption: what ``--preemption`` is on them unless a job says otherwise; None: nothing.
+    """
+
+    hosts: tuple[Host, ...] = ()
+    preemption: str | None = None
+
+
+@dataclass(frozen=True)
 class Use:
     """Slots of the hosts that a job uses.
 

@@ -15,14 +15,7 @@ from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.evidence import Replay
 from hvd_elastic.records.wording import cut_off_words, silent_words
-from hvd_elastic.run_events import (
-    Metrics,
-    ReadEvent,
-    RescaleFinished,
-    RescaleStarted,
-    RunFinished,
-    TakenOver,
-)
+from hvd_elastic.run_events import ReadEvent
 
 READ_KINDS = frozenset(
     kind.__struct_config__.tag
@@ -77,11 +70,11 @@ class Measured:
         """Take an event of the run."""
         self._replay.add_event(event)
         match event:
-            case RescaleFinished(size=size) | TakenOver(size=size):
+            case ev.RescaleFinished(size=size) | ev.TakenOver(size=size):
                 self._resized(size, event.t)
-            case RunFinished():
+            case ev.RunFinished():
                 self._resized(0, event.t)
-            case Metrics(epoch=epoch, done=part):
+            case ev.Metrics(epoch=epoch, done=part):
                 if epoch > self._epochs[0]:
                     self._epochs = (float(epoch), self.done)
                 if part is not None and 0 < part <= 1:
@@ -246,9 +239,9 @@ class ClaimedHosts:
             named: list[Any] = [getattr(event, name, None) for name in _HOST_FIELDS]
             processes = 0
             match event:
-                case RescaleStarted(hosts=hosts, slots=slots):
+                case ev.RescaleStarted(hosts=hosts, slots=slots):
                     named, processes = hosts, sum(slots)
-                case TakenOver(processes=found):
+                case ev.TakenOver(processes=found):
                     named, processes = [host for host, _ in found], len(found)
             names = [name for name in named if isinstance(name, str)]
             self._names.update(names)
@@ -346,11 +339,11 @@ class RunHosts:
                 # It leads again; processes of which it does not say so now have ended meanwhile.
                 self._cut_off = ""
                 self._processes.clear()
-            case TakenOver(processes=found):
+            case ev.TakenOver(processes=found):
                 self._processes |= dict.fromkeys(found, True)
                 for host, _ in found:
                     self.silent.pop(host, None)
-            case RescaleStarted(hosts=hosts, slots=slots):
+            case ev.RescaleStarted(hosts=hosts, slots=slots):
                 # Members of a taken-over run have no event of their own in this leader's life.
                 for host, number in zip(hosts, slots, strict=False):
                     slots_here = range(min(number, _MOST_SLOTS))

@@ -567,8 +567,8 @@ def over_words(jobs: Sequence[Job]) -> str:
     >>> over_words([job]), over_words([job, job])
     ('job 3 (a-3-01ab) has succeeded already', 'jobs 3, 3 have ended already')
     """
-    if len(jobs) > 1:
-        return f"{jobs_words(jobs)} have ended already"
+    if len(jobs) != 1:
+        return f"{jobs_words(jobs)} have ended already" if jobs else ""
     return f"{jobs_words(jobs)} ({jobs[0].run_id}) {_ended_words(jobs[0].status)} already"
 
 

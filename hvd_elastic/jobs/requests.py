@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, date_words, duration_words, hosts_named
 from hvd_elastic.hosts.hostfile import name_as_listed
+from hvd_elastic.jobs import job as ask
 from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
-from hvd_elastic.jobs.hosts import ClusterHosts
-from hvd_elastic.jobs.job import (
-    Answer,
-    Cancel,
-    Down,
-    DrainHost,
-    Hold,
-    Hosts,
-    JobKind,
-    JobStatus,
-    Look,
-    Pause,
-    Release,
-    Request,
-    Requeue,
-    SetPriority,
-    ShowLimits,
-    Submit,
-    UndrainHost,
-)
+from hvd_elastic.jobs.hosts import ClusterHosts, Expansion
+from hvd_elastic.jobs.job import Answer, Job, JobKind, JobRequest, JobStatus, Request
 from hvd_elastic.jobs.notify import ClusterRecord
 from hvd_elastic.jobs.operator_state import Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
@@ -45,6 +29,16 @@ _MOST_JOBS_OF_OTHERS = 20_000
 _MOST_CHANGES, _CHANGES_S = 40_000.0, 10.0
 """Jobs that another user may change at once, and per second in the long run: each change is kept
 in the database and the events."""
+
+
+def _of(words: str, jobs: Sequence[Job]) -> str:
+    """Return words about jobs, which are named in place of {}; empty: there are none."""
+    return words.format(jobs_words(jobs)) if jobs else ""
+
+
+def _changed(jobs: Sequence[Job], *parts: str) -> Answer:
+    """Return the answer to a change of jobs in words, of which empty parts are left out."""
+    return Answer("; ".join(filter(None, parts)), jobs=[job.number for job in jobs])
 
 
 class QueueRequests:
@@ -71,6 +65,7 @@ class QueueRequests:
         queue: tuple[JobQueue, JobStore],
         hosts: tuple[ClusterHosts, HostHealth, HardwareHealth, OperatorState, HostGpus],
         record: ClusterRecord,
+        expansion: Expansion = Expansion(),  # noqa: B008  (it is frozen)
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
         limit_rows: Callable[[], dict[str, Any]],
@@ -80,13 +75,13 @@ class QueueRequests:
         self._operators = operators
         self._queue, self._store = queue
         self._hosts, self._health, self._hardware, self._operator_state, self._gpus = hosts
-        self._record = record
+        self._record, self._expansion = record, expansion
         self._host_rows = host_rows
         self._limit_rows = limit_rows
         self._has_keeper = has_keeper
         self._changes_left: dict[int, tuple[float, float]] = {}
         """Jobs that other users may still change now, and since when [s, monotonic]."""
-        self.down: Down | None = None
+        self.down: ask.Down | None = None
 
     def answer(self, request: Request, user: int) -> Answer:
         """Do what a user asks for; return the answer.
@@ -98,11 +93,13 @@ class QueueRequests:
             return self._act(request)
         named = self._store.jobs(numbers_of(request))
         request = of_user(request, user, self._operators, named)
-        if isinstance(request, Submit):
-            self._refuse_too_many(user, len(request.jobs))
-        if not isinstance(request, (Look, Hosts)):
-            self._refuse_too_often(user, len(getattr(request, "jobs", ())))
-        if isinstance(request, Look):
+        changes = len(named)
+        if isinstance(request, ask.Submit):
+            changes = len(request.jobs)
+            self._refuse_too_many(user, changes)
+        if not isinstance(request, (ask.Look, ask.Hosts)):
+            self._refuse_too_often(user, changes)
+        if isinstance(request, ask.Look):
             answer = Answer("", data=read_for(self._store, request, user))
         else:
             answer = self._act(request)
@@ -114,68 +111,56 @@ class QueueRequests:
     def _act(self, request: Request) -> Answer:
         queue = self._queue
         match request:
-            case Submit(jobs, environment):
+            case ask.Submit(jobs, environment):
                 unknown = self._unknown_gpus(request)
                 if unknown and self._gpus.ask({*unknown} - self._health.lost.keys()):
                     return Answer("", ask_again=True)
                 self._refuse_impossible(request)
-                added = queue.add_jobs(jobs, environment, self._allowed)
-                words = f"submitted {jobs_words(added)}"
-                if unknown:
-                    words += f"; {hosts_named(unknown)} did not say which GPUs they have"
-                return Answer(
-                    words,
-                    jobs=[j.number for j in added],
-                    data=[job.run_id for job in added],
-                )
-            case Cancel(jobs, by, cause):
+                requests = [self._with_preemption(job) for job in jobs]
+                added = queue.add_jobs(requests, environment, self._allowed)
+                silent = f"{hosts_named(unknown)} did not say which GPUs they have"
+                answer = _changed(added, _of("submitted {}", added), silent if unknown else "")
+                answer.data = [job.run_id for job in added]
+                return answer
+            case ask.Cancel(jobs, by, cause):
                 ended, stopping, over = queue.cancel(jobs, by, cause)
-                parts = [f"cancelled {jobs_words(ended)}"] if ended else []
-                parts += [ending_words(stopping)] if stopping else []
-                users = {job.request.user for job in stopping}
-                parts += [
+                away = [
                     f"the keeper of user {user_name(each)} is away, so theirs end when it is back"
-                    for each in users
+                    for each in {job.request.user for job in stopping}
                     if not self._has_keeper(each)
                 ]
-                parts += [over_words(over)] if over else []
-                return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
-            case Requeue(jobs, environment, after):
+                parts = (_of("cancelled {}", ended), ending_words(stopping), *away)
+                return _changed([*ended, *stopping], *parts, over_words(over))
+            case ask.Requeue(jobs, environment, after):
                 changed = queue.requeue(jobs, environment, after)
-                return Answer(
-                    f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
-                )
-            case Hold(jobs, by):
+                return _changed(changed, _of("queued {} again", changed))
+            case ask.Hold(jobs, by):
                 waiting, stopping, plain, over = queue.hold(jobs, by)
-                parts = [f"held {jobs_words(waiting)}"] if waiting else []
-                parts += [ending_words(stopping), "held then"] if stopping else []
-                parts += [f"{jobs_words(plain)} not held: a plain command runs"] if plain else []
-                parts += [over_words(over)] if over else []
-                return Answer("; ".join(parts), jobs=[j.number for j in [*waiting, *stopping]])
-            case Release(jobs):
+                ending = f"{ending_words(stopping)}; held then" if stopping else ""
+                kept = _of("{} not held: a plain command runs", plain)
+                parts = (_of("held {}", waiting), ending, kept, over_words(over))
+                return _changed([*waiting, *stopping], *parts)
+            case ask.Release(jobs):
                 released, free, over = queue.release(jobs)
-                parts = [f"released {jobs_words(released)}"]
-                parts += [f"{jobs_words(free)} not held"] if free else []
-                parts += [over_words(over)] if over else []
-                return Answer("; ".join(parts), jobs=[job.number for job in released])
-            case SetPriority(jobs, priority):
+                parts = (_of("released {}", released), _of("{} not held", free), over_words(over))
+                return _changed(released, *parts)
+            case ask.SetPriority(jobs, priority):
                 changed, over = queue.set_priority(jobs, priority)
-                words = f"{jobs_words(changed)}: priority {priority:g}"
-                words += f"; {over_words(over)}" if over else ""
-                return Answer(words, jobs=[job.number for job in changed])
-            case DrainHost(host, reason, by, at):
+                words = _of(f"{{}}: priority {priority:g}", changed)
+                return _changed(changed, words, over_words(over))
+            case ask.DrainHost(host, reason, by, at):
                 return self._drain(host, Drained(reason, by, at))
-            case UndrainHost(host, by):
+            case ask.UndrainHost(host, by):
                 return self._undrain(host, by)
-            case Pause(by):
+            case ask.Pause(by):
                 return self._pause(by)
-            case Down():
+            case ask.Down():
                 return self._end(request)
-            case Hosts():
+            case ask.Hosts():
                 return Answer(self._operator_state.paused_by, data=self._host_rows())
-            case ShowLimits():
+            case ask.ShowLimits():
                 return Answer("", data=self._limit_rows())
-            case Look():
+            case ask.Look():
                 raise UsageError("the queue of this user's own daemon is read from its database")
 
     def _drain(self, host: str, drained: Drained) -> Answer:
@@ -215,7 +200,7 @@ class QueueRequests:
             return Answer(f"cluster {self._name} is paused: jobs that run go on, none is started")
         return Answer(f"cluster {self._name} starts jobs again")
 
-    def _end(self, request: Down) -> Answer:
+    def _end(self, request: ask.Down) -> Answer:
         self.down = request
         self._queue.changed = True
         running = self._queue.with_status(JobStatus.RUNNING)
@@ -240,7 +225,8 @@ class QueueRequests:
         """Raise RunError if a user changes jobs so often that the records would fill the disk."""
         now = time.monotonic()
         left, at = self._changes_left.get(user, (_MOST_CHANGES, now))
-        left = min(_MOST_CHANGES, left + (now - at) * _CHANGES_S) - max(1, jobs)
+        left = min(_MOST_CHANGES, left + (now - at) * _CHANGES_S)
+        left -= min(max(1, jobs), _MOST_CHANGES)  # else more than that could never be changed
         if left < 0:
             raise RunError(
                 f"user {user_name(user)} has changed {_MOST_CHANGES:,.0f} jobs in a short time, "
@@ -252,20 +238,28 @@ class QueueRequests:
     def _allowed(self, wish: HostWish) -> frozenset[str] | None:
         return wish.allowed(self._hosts.listed, self._gpus.known)
 
-    def _unknown_gpus(self, request: Submit) -> list[str]:
+    def _unknown_gpus(self, request: ask.Submit) -> list[str]:
         """Return the hosts that have not said which GPUs they have, if a job asks for some."""
         hosts = self._hosts.listed
         if not any(wish.asks_gpus(hosts) for wish in {job.wish for job in request.jobs}):
             return []
         return [host for host in hosts if host not in self._gpus.known]
 
-    def _refuse_impossible(self, request: Submit) -> None:
+    def _with_preemption(self, job: JobRequest) -> JobRequest:
+        """Return a job with the notices of the hosts that the cluster asks for."""
+        given = job.spec.get("preemption") or job.spec.get("preemption_command")
+        if self._expansion.preemption is None or given or job.kind is JobKind.PLAIN:
+            return job
+        return replace(job, spec={**job.spec, "preemption": self._expansion.preemption})
+
+    def _refuse_impossible(self, request: ask.Submit) -> None:
         hosts = self._hosts.listed
+        coming = {host.name: host for host in self._expansion.hosts[len(hosts) :]}
         checked = set()
         for job in request.jobs:
             if (asked := (job.wish, job.min_np)) not in checked:
                 whose = f"job {job.name}", f"cluster {self._name}"
-                job.wish.refuse_impossible(hosts, self._gpus.known, job.min_np, whose)
+                job.wish.refuse_impossible({**hosts, **coming}, self._gpus.known, job.min_np, whose)
                 checked.add(asked)
             for name in job.spec.get("input_hosts", ()):
                 if name_as_listed(name, hosts) in hosts:

@@ -16,27 +16,9 @@ from msgspec import structs
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import one_line
+from hvd_elastic.jobs import job as ask
 from hvd_elastic.jobs.host_wish import HostWish, listed
-from hvd_elastic.jobs.job import (
-    After,
-    Cancel,
-    DrainHost,
-    Hold,
-    Hosts,
-    Job,
-    JobKind,
-    JobRequest,
-    JobStatus,
-    Look,
-    Pause,
-    Release,
-    Request,
-    Requeue,
-    SetPriority,
-    ShowLimits,
-    Submit,
-    UndrainHost,
-)
+from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, Request
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import OUTCOMES
 from hvd_elastic.jobs.secrets import JobSecrets, ToldSpec, shown_words
@@ -108,22 +90,22 @@ def of_user(
         UsageError: it asks for what no job can have.
     """
     match request:
-        case Submit(wanted, _):
-            return Submit([_job_of(each, user) for each in wanted], {})
-        case Cancel(numbers, _, cause):
-            request = Cancel(numbers, user_name(user), cause)
-        case Hold(numbers, _):
-            request = Hold(numbers, user_name(user))
-        case Requeue(numbers, _, after):
+        case ask.Submit(wanted, _):
+            return ask.Submit([_job_of(each, user) for each in wanted], {})
+        case ask.Cancel(numbers, _, cause):
+            request = ask.Cancel(numbers, user_name(user), cause)
+        case ask.Hold(numbers, _):
+            request = ask.Hold(numbers, user_name(user))
+        case ask.Requeue(numbers, _, after):
             _check_after(after or ())
-            request = Requeue(numbers, {}, after)
-        case SetPriority(_, priority):
+            request = ask.Requeue(numbers, {}, after)
+        case ask.SetPriority(_, priority):
             _check_priority(priority)
-        case DrainHost() | UndrainHost() if user in operators:
+        case ask.DrainHost() | ask.UndrainHost() if user in operators:
             request = structs.replace(request, by=user_name(user))
-        case Pause(by) if user in operators:
-            request = Pause(user_name(user) if by else "")
-        case Hosts() | ShowLimits() | Look() | Release():
+        case ask.Pause(by) if user in operators:
+            request = ask.Pause(user_name(user) if by else "")
+        case ask.Hosts() | ask.ShowLimits() | ask.Look() | ask.Release():
             pass
         case _ if user not in operators:
             raise RunError(
@@ -142,7 +124,7 @@ def of_user(
 
 def numbers_of(request: Request) -> list[int]:
     """Return the jobs that a request would change."""
-    return [] if isinstance(request, Submit) else getattr(request, "jobs", [])
+    return [] if isinstance(request, ask.Submit) else getattr(request, "jobs", [])
 
 
 def _job_of(request: JobRequest, user: int) -> JobRequest:
@@ -230,7 +212,7 @@ def _bounded(limit: int | None) -> int:
     return _MOST_ROWS if limit is None else max(0, min(limit, _MOST_ROWS))
 
 
-def read_for(store: JobStore, look: Look, user: int) -> Any:
+def read_for(store: JobStore, look: ask.Look, user: int) -> Any:
     """Return what a user may see of the queue.
 
     Raises:
@@ -338,7 +320,7 @@ class ClusterEvents:
         if self._follower is not None:
             return self._follower.poll()
         while True:
-            data = ask_daemon(self._place, Look(_EVENTS, [self._offset])).data
+            data = ask_daemon(self._place, ask.Look(_EVENTS, [self._offset])).data
             is_all, self._offset = data["offset"] == self._offset, data["offset"]
             if data["events"] or is_all:
                 return list(data["events"])
@@ -399,7 +381,7 @@ class _OverSocket:
             [*each] if isinstance(each, Iterable) and not isinstance(each, str) else each
             for each in values
         ]
-        answer = ask_daemon(self._place, Look(name, plain))
+        answer = ask_daemon(self._place, ask.Look(name, plain))
         if answer.needs_keeper and self._start_keeper is not None:
             start, self._start_keeper = self._start_keeper, None
             start()

@@ -22,6 +22,7 @@ from hvd_elastic.policy.schedule import jobs as policy
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.policies import Policy
 from hvd_elastic.policy.schedule.shares import Shares
+from hvd_elastic.policy.snapshot import HostOffer
 
 Slots = Mapping[str, int]
 """Number of slots on each host."""
@@ -78,7 +79,7 @@ class Plan:
 
 def plan_slots(
     candidates: Sequence[Candidate],
-    hosts: Sequence[policy.HostSlots],
+    hosts: Sequence[HostOffer],
     now: float,
     choose: Policy = decide,
     shares: Shares | None = None,
@@ -155,7 +156,7 @@ def plan_slots(
 def _keep_slots(
     first: Sequence[Candidate],
     running: Sequence[Candidate],
-    hosts: Sequence[policy.HostSlots],
+    hosts: Sequence[HostOffer],
     now: float,
 ) -> tuple[frozenset[str], list[Candidate], dict[int, str]]:
     """Keep slots for jobs that need several at once: plain commands after them may not have these.
@@ -264,7 +265,7 @@ class _Part:
     capacity: int
 
     @classmethod
-    def of(cls, hosts: Sequence[policy.HostSlots], names: Collection[str] | None) -> _Part:
+    def of(cls, hosts: Sequence[HostOffer], names: Collection[str] | None) -> _Part:
         slots = [host.slots for host in hosts if names is None or host.name in names]
         return cls(sorted(slots, reverse=True), sum(slots))
 

@@ -63,6 +63,9 @@ _COLUMNS = (
     *("submitted_at", "queued_at", "started_at", "ended_at"),
     *("eta", "attempts", "failures", "stop", "held", "ran_s"),
 )
+_UPDATE = (
+    f"UPDATE jobs SET {', '.join(f'{each} = :{each}' for each in _COLUMNS)} WHERE number = :number"
+)
 
 _requests = msgspec.json.Decoder(JobRequest)
 
@@ -155,16 +158,8 @@ class JobStore:
                 # Unlike the run of any other leader, which may have the same hosts and user.
                 run_id = f"{request.name[:48]}-{number}-{secrets.token_hex(2)}"
                 self._db.execute("UPDATE jobs SET run_id = ? WHERE number = ?", (run_id, number))
-                found.append(
-                    Job(
-                        number,
-                        request,
-                        run_id,
-                        submitted_at=now,
-                        queued_at=now,
-                        environment=kept,
-                    )
-                )
+                job = Job(number, request, run_id, submitted_at=now, queued_at=now)
+                found.append(replace(job, environment=kept))
         return found
 
     def save(self, jobs: Iterable[Job]) -> None:
@@ -176,27 +171,10 @@ class JobStore:
             StoreError: nothing was written.
         """
         with self._transaction():
-            rows = []
-            for job in jobs:
-                environment = job.environment if job.status.active else None
-                rows.append(
-                    (
-                        *(job.run_id, _encode(job.request), environment, job.status.value),
-                        *(job.reason, job.message, job.submitted_at, job.queued_at),
-                        *(job.started_at, job.ended_at, job.eta, job.attempts, job.failures),
-                        *(job.stop and job.stop.value, json.dumps(dict(job.held)), job.ran_s),
-                        job.number,
-                    )
-                )
-            self._db.executemany(
-                "UPDATE jobs SET run_id = ?, request = ?, environment = ?, status = ?, reason = ?,"
-                " message = ?, submitted_at = ?, queued_at = ?, started_at = ?, ended_at = ?,"
-                " eta = ?, attempts = ?, failures = ?, stop = ?, held = ?, ran_s = ?"
-                " WHERE number = ?",
-                rows,
-            )
+            rows = [_row_of(job) for job in jobs]
+            self._db.executemany(_UPDATE, rows)
             removed = 0
-            if any(row[2] is None for row in rows):
+            if any(row["environment"] is None for row in rows):
                 removed = self._db.execute(
                     "DELETE FROM environments WHERE NOT EXISTS"
                     " (SELECT 1 FROM jobs WHERE jobs.environment = environments.number)"
@@ -268,26 +246,24 @@ class JobStore:
 
     def jobs(self, numbers: Collection[int]) -> dict[int, Job]:
         """Return jobs by number; unknown ones are left out."""
-        found: dict[int, Job] = {}
         wanted = [*filter(_is_number, dict.fromkeys(numbers))]  # one may be named a million times
-        for first in range(0, len(wanted), _MOST_VALUES):
-            some = (*wanted[first : first + _MOST_VALUES],)
-            marks = ", ".join("?" * len(some))
-            found |= {job.number: job for job in self._select(f"WHERE number IN ({marks})", some)}
+        rows = self._numbered(", ".join(_COLUMNS), wanted)
+        found = {job.number: job for job in map(_job_of, rows)}
         return {number: found[number] for number in wanted if number in found}
 
     def statuses(self, numbers: Collection[int]) -> dict[int, JobStatus]:
         """Return the states of jobs by number; unknown ones are left out."""
-        rows = []
-        wanted = list(filter(_is_number, numbers))
-        with _explained(self.path):
-            for first in range(0, len(wanted), _MOST_VALUES):
-                some = wanted[first : first + _MOST_VALUES]
-                marks = ", ".join("?" * len(some))
-                rows += self._db.execute(
-                    f"SELECT number, status FROM jobs WHERE number IN ({marks})", some
-                ).fetchall()
+        rows = self._numbered("number, status", [*filter(_is_number, numbers)])
         return {number: JobStatus(status) for number, status in rows}
+
+    def _numbered(self, columns: str, numbers: Sequence[int]) -> Iterator[Sequence[Any]]:
+        """Yield columns of the jobs that have some numbers."""
+        with _explained(self.path):
+            for first in range(0, len(numbers), _MOST_VALUES):
+                some = (*numbers[first : first + _MOST_VALUES],)
+                marks = ", ".join("?" * len(some))
+                where = f"SELECT {columns} FROM jobs WHERE number IN ({marks})"
+                yield from self._db.execute(where, some).fetchall()
 
     def environment(self, job: Job) -> dict[str, str]:
         """Return the environment of a job; empty if it was removed."""
@@ -322,6 +298,16 @@ def _is_number(number: int) -> bool:
 
 def _encode(request: JobRequest) -> str:
     return msgspec.json.encode(request).decode()
+
+
+def _row_of(job: Job) -> dict[str, Any]:
+    return {column: getattr(job, column) for column in _COLUMNS} | {
+        "request": _encode(job.request),
+        "environment": job.environment if job.status.active else None,
+        "status": job.status.value,
+        "stop": job.stop and job.stop.value,
+        "held": json.dumps(dict(job.held)),
+    }
 
 
 def _job_of(row: Sequence[Any]) -> Job:

@@ -28,7 +28,7 @@ _REPLACED_WITHIN_S = 2.0
 which leaves no file for a moment."""
 
 
-def read_hosts(path: Path | None, slots: int = 1) -> Hostfile:
+def read_hosts(path: Path | None, slots: int = 1, *, may_be_empty: bool = False) -> Hostfile:
     """Return the hosts that a hostfile has now, or this machine with ``slots`` if there is none.
 
     Raises:
@@ -36,7 +36,7 @@ def read_hosts(path: Path | None, slots: int = 1) -> Hostfile:
     """
     if path is None:
         return Hostfile((Host("localhost", slots=slots),), "this machine")
-    return parse_hostfile(path)
+    return parse_hostfile(path, may_be_empty=may_be_empty)
 
 
 class HostfileWatch:
@@ -49,6 +49,7 @@ class HostfileWatch:
         readers: hosts that read for the others, besides those that the hostfile labels.
         ordered: returns the hosts of a hostfile in the order in which they are used; by default
             that of the file.
+        may_be_empty: whether there may be no host for a while, as when all spot machines are gone.
 
     Attributes:
         hosts: hosts that train by name, in the order of the hostfile as it was last read.
@@ -63,12 +64,14 @@ class HostfileWatch:
         slots: int = 1,
         readers: Sequence[str] = (),
         ordered: Callable[[Hostfile], list[Host]] = list,
+        may_be_empty: bool = False,
     ) -> None:
         self._path = path
         self._warn = warn
         self._slots = slots
         self._readers = readers
         self._ordered = ordered
+        self._may_be_empty = may_be_empty
         self.hosts: dict[str, Host] = {}
         self.input_hosts: dict[str, Host] = {}
         self._stamp: tuple[int, int, int] | None = None
@@ -85,6 +88,7 @@ class HostfileWatch:
             slots=spec.slots,
             readers=spec.input_hosts,
             ordered=partial(_cheapest_first, spec) if minds_cost else list,
+            may_be_empty=spec.engine is not None,
         )
 
     @property
@@ -105,7 +109,8 @@ class HostfileWatch:
         if self._path is not None:
             with contextlib.suppress(OSError):  # read_hosts reports the problem
                 self._stamp = file_stamp(self._path)
-        hosts = self._ordered(read_hosts(self._path, self._slots))
+        found = read_hosts(self._path, self._slots, may_be_empty=self._may_be_empty)
+        hosts = self._ordered(found)
         reads = input_hosts(hosts, self._readers, str(self._path))
         self.input_hosts = {host.name: host for host in reads}
         self.hosts = {host.name: host for host in hosts if host.name not in self.input_hosts}

@@ -57,6 +57,7 @@ from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from io import FileIO
 
     from hvd_elastic.hosts.connection import Engine
 
@@ -69,12 +70,14 @@ def lead(
     show_output: ShowOutput,
     *,
     resumed: bool = False,
+    lock: FileIO | None = None,
     engine: AbstractContextManager[Engine] | None = None,
 ) -> tuple[cmd.Finish, bool]:
     """Lead a run to its end, as the only leader on this machine.
 
     Args:
         spec, folder, environment, show, show_output, resumed: see :class:`Leader`.
+        lock: of the run, which this process holds already; None: it is taken.
         engine: entered when this process has the lock of the run, since an engine writes the hosts
             of a run, which are those of the other leader if there is one; see :class:`Leader`.
 
@@ -91,7 +94,7 @@ def lead(
         show(Warned(message, t=time.time()))
 
     with (
-        folder.take_lead(),
+        lock or folder.take_lead(),
         engine or contextlib.nullcontext() as hosts,
         TensorBoardWriter(folder.tensorboard, warn) as board,
     ):

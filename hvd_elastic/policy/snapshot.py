@@ -20,7 +20,7 @@ class HostOffer:
 
     Attributes:
         price: price of the whole host [currency per hour]; None: not known.
-        slowness: time of a pass relative to the fastest host; 1 until measured.
+        slowness: time of a pass relative to that of a reference host; 1 until measured.
         pinned: whether the user wants all its slots in use regardless of their gain.
     """
 

@@ -7,6 +7,7 @@ forces it. There are no bids: a low maximum price leads to more interruptions.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -131,33 +132,68 @@ def plan_machines(need: MachineNeed, pools: Sequence[MachinePool]) -> MachinePla
     return _within_budget(need, plan, spot, demand)
 
 
-def order_pools(pools: Sequence[_Pool], held: Mapping[_Pool, int]) -> list[_Pool]:
-    """Return the pools in the order in which to ask for the next machine.
+def next_order(
+    plan: MachinePlan,
+    pools: Sequence[_Pool],
+    held: Mapping[_Pool, int],
+    number: int,
+    budget: float | None = None,
+) -> tuple[_Pool, int] | None:
+    """Return the pool to ask for machines now, and how many to ask for; None: no pool is of use.
 
-    The cheapest pool for a slot comes first. Spot pools that are about as cheap count as equal,
-    and those with the fewest machines of the run come first.
+    After the answer, add what was started to ``held``, leave out a pool that had fewer, and call
+    this again. Spot pools that are not cheaper than on demand are of no use. The others come first.
+    The cheapest for a slot and those about as cheap share the machines evenly; dearer pools come
+    after them, in the order of their prices.
 
     Args:
-        held: number of the run's machines in each pool.
+        plan: numbers of machines to have.
+        pools: pools that may be asked.
+        held: number of the run's machines in each pool, in those that may not be asked as well.
+        number: number of machines that are missing.
+        budget: what further machines may cost [currency per hour]; None: no limit.
     """
-    cheapest = min((slot_price(pool) for pool in pools), default=math.inf)
+    for spot, wanted in ((True, plan.spot), (False, plan.on_demand)):
+        missing = wanted - sum(there for pool, there in held.items() if pool.spot == spot)
+        useful = useful_pools(pools, spot=spot)
+        share: Counter[_Pool] = Counter()
+        left = math.inf if budget is None else budget + 1e-9
+        for _ in range(min(number, missing)):
+            affordable = [
+                pool
+                for pool in useful
+                if budget is None or (pool.price is not None and pool.price <= left)
+            ]
+            if not affordable:
+                break
+            ranks = _ranks(affordable, Counter(held) + share)
+            chosen = min(affordable, key=ranks.__getitem__)
+            share[chosen] += 1
+            left -= chosen.price or 0.0
+        if share:
+            return next(iter(share.items()))
+    return None
 
-    def rank(pool: _Pool) -> tuple[bool, int, float]:
-        price = slot_price(pool)
-        similar = pool.spot and price <= _SIMILAR * cheapest
-        return (not similar, held.get(pool, 0) if similar else 0, price)
 
-    return sorted(pools, key=rank)
+def _ranks(
+    pools: Sequence[_Pool], there: Mapping[_Pool, int]
+) -> dict[_Pool, tuple[bool, int, float]]:
+    """Return by pool what orders pools of one kind; the least is asked for the next machine."""
+    limit = _SIMILAR * min(map(slot_price, pools))
+    similar = {pool: pool.spot and slot_price(pool) <= limit for pool in pools}
+    return {
+        pool: (not similar[pool], there.get(pool, 0) * similar[pool], slot_price(pool))
+        for pool in pools
+    }
 
 
 def useful_pools(pools: Sequence[_Pool], *, spot: bool) -> list[_Pool]:
     """Return the pools of one kind, without spot pools that are not cheaper than on demand."""
-    if not spot:
-        return [pool for pool in pools if not pool.spot]
-    demand = [slot_price(pool) for pool in pools if not pool.spot and pool.price is not None]
-    limit = min(demand, default=math.inf)
+    demand = min((slot_price(pool) for pool in pools if not pool.spot), default=math.inf)
     return [
-        pool for pool in pools if pool.spot and (pool.price is None or slot_price(pool) < limit)
+        pool
+        for pool in pools
+        if pool.spot == spot and not (spot and demand <= slot_price(pool) < math.inf)
     ]
 
 

@@ -17,6 +17,8 @@ SHOWN_LETTERS = 200
 # Intervals at which processes that are being ended are checked, and searched for again.
 PAUSE_S = 0.01
 FIND_AGAIN_S = 0.1
+# A longer turn is a pause of this machine, in which no process can end.
+LONGEST_TURN_S = 1.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -184,13 +186,14 @@ def end_processes(
     Returns:
         How each process, by its key, ended: ``TERM``, ``KILL``, or ``left`` (still alive).
     """
-    begin = time.monotonic()
+    spent_s, before = 0.0, time.monotonic()
     ended: dict[tuple[int, int], str] = {}
     known: dict[tuple[int, int], Process] = {}
     while True:
         known.update((process.key, process) for process in find())
         known = {key: process for key, process in known.items() if is_alive(process)}
-        spent_s = time.monotonic() - begin
+        now = time.monotonic()
+        spent_s, before = spent_s + min(now - before, LONGEST_TURN_S), now
         if not known or spent_s >= grace_s + limit_s:
             return {**ended, **dict.fromkeys(known, "left")}
         if spent_s < grace_s:

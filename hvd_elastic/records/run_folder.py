@@ -254,8 +254,11 @@ class RunFolder:
 
     # -- the leader ------------------------------------------------------------------------
 
-    def take_lead(self) -> FileIO:
+    def take_lead(self, *, for_child: bool = False) -> FileIO:
         """Return the lock that makes this process the run's leader, until it is closed.
+
+        Args:
+            for_child: whether a process that is forked later leads, with :meth:`name_leader`.
 
         Raises:
             RunError: another process leads the run, or the folder cannot be written.
@@ -272,10 +275,17 @@ class RunFolder:
                 f"run {self.run_id} has a live leader{self._leader_words()}. Look at it with: "
                 f"hvd-elastic attach {self.run_id}   End it with: hvd-elastic stop {self.run_id}"
             )
-        with contextlib.suppress(OSError):  # on a full disk, the lock is valid without the text
-            lock.truncate(0)
-            lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        with contextlib.suppress(OSError):
+            lock.truncate(0)  # the last leader's name
+        if not for_child:
+            self.name_leader(lock)
         return lock
+
+    @staticmethod
+    def name_leader(lock: FileIO) -> None:
+        """Write into the lock that this process leads."""
+        with contextlib.suppress(OSError):  # on a full disk, the lock is valid without the text
+            lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 
     def leader_alive(self) -> bool:
         """Return whether a process leads this run now."""

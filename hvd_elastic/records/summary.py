@@ -381,25 +381,6 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
             _begin_run(run, event, at_s)
         case ev.LeaderCutOff():
             run.cut_off = cut_off_words(event)
-        case ev.HostsChanged():
-            _change_hosts(run, event.hosts)
-            run.prices |= event.prices
-        case ev.HostFaults(host=host, faults=faults):
-            run.faults.pop(host, None)
-            if faults:
-                run.faults[host] = [fault.text for fault in faults]
-                text = f"host {host}: {'; '.join(run.faults[host])}"
-                run.warnings.append(TimedEvent(at_s, "warning", text))
-        case ev.HostDraining(host=host, cause=cause, leave_in_s=leave_in_s):
-            before = run.draining.get(host)
-            # A preemption notice does not cancel the user's request to drain the host.
-            asked = event.asked or (before is not None and before.asked)
-            run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
-        case ev.HostDrained(host=host):
-            if host in run.draining:
-                run.draining[host] = replace(run.draining[host], empty=True)
-        case ev.HostReturned(host=host):
-            run.draining.pop(host, None)
         case ev.RescaleStarted():
             _begin_rescale(run, event, at_s)
         case ev.RescaleFinished():
@@ -424,9 +405,8 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
             run.left.append(Exit(at_s, host, None, cause))
             run.spending.failed = True
         case ev.Checkpoint():
-            step, path, size, took_s = event.step, event.path, event.bytes, event.seconds
-            blocked_s, not_finite = event.blocked_s, event.not_finite
-            made = Checkpoint(at_s, step, path, size, took_s, blocked_s, not_finite)
+            fields = (event.step, event.path, event.bytes, event.seconds)
+            made = Checkpoint(at_s, *fields, event.blocked_s, event.not_finite)
             run.checkpoints.append(made)
         case ev.Saved():
             run.saved[event.name] = NewestSave(at_s, event.step, event.bytes)
@@ -440,10 +420,6 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
             run.stopped_for = reason
         case ev.TrainingGoesOn():
             run.stopped_for = ""
-        case ev.InputHostJoined():
-            run.input_hosts[event.host] = event.processes
-        case ev.InputHostLeft(host=host):
-            run.input_hosts.pop(host, None)
         case ev.ExampleSkipped():
             run.skipped[event.example] = event.reason
         case ev.Warned(message=message):
@@ -462,6 +438,35 @@ def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
                 run.decisions.append(TimedEvent(at_s, event.kind, text))
         case ev.Unread():
             run.misfits += 1
+        case _:
+            _take_host_event(run, event, at_s)
+
+
+def _take_host_event(run: RunSummary, event: ev.ReadEvent, at_s: float) -> None:
+    match event:
+        case ev.HostsChanged():
+            _change_hosts(run, event.hosts)
+            run.prices |= event.prices
+        case ev.HostFaults(host=host, faults=faults):
+            run.faults.pop(host, None)
+            if faults:
+                run.faults[host] = [fault.text for fault in faults]
+                text = f"host {host}: {'; '.join(run.faults[host])}"
+                run.warnings.append(TimedEvent(at_s, "warning", text))
+        case ev.HostDraining(host=host, cause=cause, leave_in_s=leave_in_s):
+            before = run.draining.get(host)
+            # A preemption notice does not cancel the user's request to drain the host.
+            asked = event.asked or (before is not None and before.asked)
+            run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
+        case ev.HostDrained(host=host):
+            if host in run.draining:
+                run.draining[host] = replace(run.draining[host], empty=True)
+        case ev.HostReturned(host=host):
+            run.draining.pop(host, None)
+        case ev.InputHostJoined():
+            run.input_hosts[event.host] = event.processes
+        case ev.InputHostLeft(host=host):
+            run.input_hosts.pop(host, None)
 
 
 def _times(run: RunSummary, events: Sequence[ev.ReadEvent]) -> list[float]:

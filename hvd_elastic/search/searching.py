@@ -102,7 +102,7 @@ class Search:
         """
         try:
             self.look(now)
-            if self._end_trials():
+            while self._end_trials():  # the last look may have seen further ones that have ended
                 self.look(now)
             definition = self.study.definition
             asked, slots = definition.request, self._usable_slots()

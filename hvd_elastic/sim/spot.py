@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.policy.spot import MachineNeed, order_pools, plan_machines, useful_pools
+from hvd_elastic.policy.spot import MachineNeed, next_order, plan_machines
 
 _HOUR_S = 3600.0
 _GAP_S = 300.0
@@ -144,6 +144,10 @@ class SpotOutcome:
         self.cost += (spot_prices + on_demand * price) * hours
 
 
+ON_DEMAND = -1
+"""Number of the pool of machines on demand."""
+
+
 @dataclass(frozen=True)
 class _Pool:
     number: int
@@ -152,16 +156,16 @@ class _Pool:
     slots: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Machine:
     """A machine of the run.
 
     Attributes:
-        pool: number of its pool; None: on demand.
+        pool: number of its pool.
         ready_h: time from which on it trains [h].
     """
 
-    pool: int | None
+    pool: int
     ready_h: float
 
 
@@ -188,11 +192,11 @@ class ElasticSpot:
         now_h = tick * gap_h
         lost = [self._keep(number, pool.counts[tick]) for number, pool in enumerate(trace.pools)]
         outcome.interruptions += any(lost)
-        spot = [machine for machine in self._machines if machine.pool is not None]
+        on_demand = self._held(ON_DEMAND)
         need = MachineNeed(
             job.machines,
-            len(spot),
-            len(self._machines) - len(spot),
+            len(self._machines) - on_demand,
+            on_demand,
             left_s=(job.deadline_h - now_h - gap_h) * _HOUR_S,  # the next decision is a tick away
             work_s=(job.work_h - done_h) * _HOUR_S,
             start_s=job.start_s,
@@ -201,25 +205,26 @@ class ElasticSpot:
             _Pool(number, True, pool.prices[tick], pool.slots)
             for number, pool in enumerate(trace.pools)
         ]
-        demand = _Pool(-1, False, trace.on_demand, pools[0].slots)
+        demand = _Pool(ON_DEMAND, False, trace.on_demand, pools[0].slots)
         plan = plan_machines(need, [*pools, demand])
         ready_h = now_h + job.start_s / _HOUR_S
-        useful = useful_pools([*pools, demand], spot=True)
-        useful = [pool for pool in useful if self._left_out_h.get(pool.number, 0.0) <= now_h]
-        for _ in range(len(spot), plan.spot):
-            held = {pool: self._held(pool.number) for pool in pools}
-            for pool in [*useful]:
-                if held[pool] >= trace.pools[pool.number].counts[tick]:
-                    useful.remove(pool)
-                    self._left_out_h[pool.number] = now_h + job.left_out_s / _HOUR_S
-            if not useful:
+        usable = [pool for pool in pools if self._left_out_h.get(pool.number, 0.0) <= now_h]
+        usable.append(demand)
+        while True:
+            held = {pool: self._held(pool.number) for pool in [*pools, demand]}
+            missing = plan.spot + plan.on_demand - len(self._machines)
+            if (order := next_order(plan, usable, held, missing)) is None:
                 break
-            chosen = order_pools(useful, held)[0]
-            self._machines.append(_Machine(chosen.number, ready_h))
-        missing = range(self._held(None), plan.on_demand)
-        self._machines += [_Machine(None, ready_h) for _ in missing]
-        prices = sum(pools[m.pool].price for m in self._machines if m.pool is not None)
-        dear = self._held(None)
+            pool, had = order
+            if pool.spot:
+                had = min(had, trace.pools[pool.number].counts[tick] - held[pool])
+            self._machines += [_Machine(pool.number, ready_h)] * had
+            if had < order[1]:
+                usable.remove(pool)
+                self._left_out_h[pool.number] = now_h + job.left_out_s / _HOUR_S
+        held = {pool: self._held(pool.number) for pool in [*pools, demand]}
+        prices = sum(pool.price * held[pool] for pool in pools)
+        dear = held[demand]
         outcome.pay(prices, len(self._machines) - dear, dear, trace.on_demand, gap_h)
         training = sum(
             min(1.0, max(0.0, (now_h + gap_h - machine.ready_h) / gap_h))
@@ -229,15 +234,20 @@ class ElasticSpot:
         training = max(0.0, training - sum(lost) * job.notice_s / trace.gap_s)
         return gap_h * job.speed(min(training, job.machines))
 
-    def _held(self, pool: int | None) -> int:
+    def held(self) -> list[int]:
+        """Return the pool of each machine, by number."""
+        return [machine.pool for machine in self._machines]
+
+    def _held(self, pool: int) -> int:
         return sum(machine.pool == pool for machine in self._machines)
 
-    def _keep(self, pool: int | None, most: int) -> int:
+    def _keep(self, pool: int, most: int) -> int:
         """Keep so many machines of a pool, the oldest; return how many are gone."""
-        of_pool = [machine for machine in self._machines if machine.pool == pool]
-        gone = {id(machine) for machine in of_pool[most:]}
-        self._machines = [machine for machine in self._machines if id(machine) not in gone]
-        return len(gone)
+        of_pool = [machine for machine in self._machines if machine.pool == pool][:most]
+        others = [machine for machine in self._machines if machine.pool != pool]
+        lost = len(self._machines) - len(of_pool) - len(others)
+        self._machines = others + of_pool
+        return lost
 
 
 class Gang:

@@ -164,7 +164,7 @@ def kill_all(find: Callable[[], Iterable[Process]], what: str) -> None:
 
 # Interval at which a starting sshd is tried.
 POLL_S = 0.01
-_UP_S = 10.0
+_UP_S = 30.0
 """How long a process may take to say that it is ready [s]."""
 _TOLD_LINES = 4  # of a log in a message
 

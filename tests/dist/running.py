@@ -392,6 +392,18 @@ class RunningJob:
         name = self.name_of_rank(rank)
         return next(worker for worker in self.workers() if worker.name == name)
 
+    def kill_workers(self, host: str | None = None) -> list[WorkerProcess]:
+        """Kill -9 of the workers, those of a host or all, at one moment; return them.
+
+        One after the other is not the same: those that still live go on without the first.
+        """
+        workers = self.workers(host)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for worker in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, number)
+        return workers
+
     def kill_agent(self, host: str) -> None:
         """Kill -9 of the agent of a host, if there is one."""
         for where, agent in [*self._agents()]:

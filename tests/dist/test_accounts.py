@@ -9,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from hvd_elastic.records.process_lock import is_locked
 from hvd_elastic.virtual import VirtualCluster, accounts, netns
 from tests.dist.jobs import audit_of, write_script
 from tests.paths import ALL, COSTLY, LIMIT_S, LITTLE_WORK
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_NAMESPACES = netns.why_no_namespaces()
@@ -34,14 +34,6 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(NO_NAMESPACES is not None, reason=NO_NAMESPACES or ""),
 ]
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + LIMIT_S / 2
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"did not come true: {what}"
-        time.sleep(0.1)
-    return value
 
 
 class Lab:
@@ -106,6 +98,13 @@ class Lab:
         for process in stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        until(lambda: not self.processes(*self.users), "they are gone, and so are their locks")
+
+
+def kill_holder_of(lock: Path) -> None:
+    """Kill -9 of the process that holds a lock; whoever is started next finds it free."""
+    os.kill(pid_in(lock), signal.SIGKILL)
+    until(lambda: not is_locked(lock), "the lock is free")
 
 
 def keeper_of(user: str) -> Path:
@@ -244,7 +243,7 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     # The daemon is killed, ten times where costly variants run, and a keeper once; an operator does
     # not need its user.
     for _ in range(10 if ALL else 3):
-        os.kill(pid_in(lab.place / "daemon.lock"), signal.SIGKILL)
+        kill_holder_of(lab.place / "daemon.lock")
         lab.up()
     os.kill(pid_in(keeper_of(eve)), signal.SIGKILL)
     lab.done(cyd, "cancel", numbers[eve])
@@ -276,10 +275,12 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     assert {(job["status"], job["attempts"]) for job in ended} == {("succeeded", 2)}
 
     def told_bob() -> list[str]:
-        return Path("/home", bob, "told").read_text().splitlines()[-3:]
+        """What bob is told last, once his command has written all of it."""
+        told = Path("/home", bob, "told")
+        lines = told.read_text().partition('"job_finished"')[2] if told.exists() else ""
+        return lines.splitlines()[1:] if lines.count("\n") == 3 else []
 
-    until(lambda: '"job_finished"' in told_bob()[0], "bob is told")
-    assert told_bob()[1:] == [bob, TOKEN + bob], "in his account and environment"
+    assert until(told_bob, "bob is told") == [bob, TOKEN + bob], "in his account and environment"
 
     # One account's training leaves a host for another account's job, and has it back.
     hostfile = Path("/home", ada, "hostfile")
@@ -415,9 +416,7 @@ def test_the_managers_of_systemd_start_daemon_and_keeper_after_a_reboot(lab: Lab
         until(lambda: lab.jobs(bob)[number]["status"] == "running", "it runs")
         assert [len(units(user)) for user in (ada, bob)] == [1, 1]
         managers.kill()
-        for process in lab.processes(ada, bob):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        lab.lose_all_processes()
         for user in (ada, bob):
             managers.start(user)
 

@@ -74,10 +74,10 @@ def test_a_host_that_joins_late_in_the_last_pass_takes_part_in_it(
     one, two = stage.hosts[:2]
     options = ("--examples", "600", "--max-batch-size", "12", "--epochs", "2")
     job = start_job({one: 1}, script_options=options)
+    stuck = job.folder / "stuck-from"
+    stuck.write_text("90")  # long before the first of 100 steps
     done = lambda: (job.kinds("metrics") or [{"done": 0.0}])[-1]["done"]  # noqa: E731
     job.wait_for(lambda: done() > 0.8, "more than half of the last pass")
-    stuck = job.folder / "stuck"
-    stuck.touch()
     since = job.mark()
     job.use({one: 1, two: 1})
     job.wait_event("worker_standby", since)

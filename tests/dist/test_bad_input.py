@@ -259,7 +259,7 @@ def test_script_that_raises_ends_the_run_with_its_traceback_once(
 ) -> None:
     """All ranks raise alike; that is no failure of hosts, so nothing is tried again."""
     hostfile = hostfile_of(home / "hosts", hosts.hosts[:2])
-    options = ["-H", hostfile, "-F", hosts.ssh_config, "--checkpoint-every", 0]
+    options = ["-H", hostfile, "-F", hosts.ssh_config, "--checkpoint-every", 0, "--min-np", 2]
     arguments = ["--epochs", 20, "--fail-at", step]
     with Job(*options, "--", sys.executable, script, *arguments, home=home) as job:
         assert job.wait() == 1, job.text

@@ -274,7 +274,8 @@ def job_of(text: str, folder: Path) -> Job:
     script = folder / "train.py"
     script.write_text(BEGIN + text + "\n")
     hostfile = hostfile_of(folder / "hosts", ["localhost"], slots=2)
-    return Job("--hostfile", hostfile, "--", sys.executable, script, home=folder)
+    options = ["--hostfile", hostfile, "--min-np", 2]
+    return Job(*options, "--", sys.executable, script, home=folder)
 
 
 @COSTLY

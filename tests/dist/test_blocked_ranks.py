@@ -86,7 +86,8 @@ def line_of(words: str) -> int:
 def test_ranks_in_different_collectives(home: Path) -> None:
     """After an epoch in which one rank kept the others waiting, which is shown and no fault."""
     script = write_script(home, SCRIPT)
-    options = ["-H", hostfile_of(home / "hosts", ["localhost"], 2), "--checkpoint-every", 0]
+    options = ["-H", hostfile_of(home / "hosts", ["localhost"], 2), "--min-np", 2]
+    options += ["--checkpoint-every", 0]
     with Job(*options, "--", sys.executable, script, "apart", home / "mark", home=home) as job:
         assert job.wait() == 1
     busy = f"which is at tiny.py:{line_of('time.sleep')} (evaluate)"
@@ -107,7 +108,8 @@ def test_ranks_in_different_collectives(home: Path) -> None:
 @COSTLY
 def test_a_rank_that_has_left_the_loop(home: Path) -> None:
     script = write_script(home, SCRIPT)
-    options = ["-H", hostfile_of(home / "hosts", ["localhost"], 2), "--checkpoint-every", 0]
+    options = ["-H", hostfile_of(home / "hosts", ["localhost"], 2), "--min-np", 2]
+    options += ["--checkpoint-every", 0]
     with Job(*options, "--", sys.executable, script, "leave", home / "mark", home=home) as job:
         assert job.wait() == 1
     (ended,) = job.events("run_finished")
@@ -152,7 +154,7 @@ def test_a_host_that_does_not_know_its_own_name(
     finally:
         hosts.run_on(b, ["umount", "/etc/hosts"], check=True)
     assert f"worker {b}:0: this host does not know its own name '{b}'" in job.text
-    assert job.events("rescale_finished")[0]["size"] == 2
+    assert 2 in [event["size"] for event in job.events("rescale_finished")]
     (crashed,) = job.events("worker_crashed")
     assert (crashed["host"], crashed["cause"]) == (b, "was killed by signal 11")
     assert f'crash.py", line {line_of("string_at")} in crash' in crashed["traceback"]

@@ -51,7 +51,8 @@ def test_a_rank_is_joined_at_a_breakpoint_and_profiled(stage: Stage, start_job: 
     script = stage.folder / "breakpoints.py"
     script.write_text(SCRIPT)
     a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, "--profile", "1", script=[sys.executable, str(script)])
+    options = ("--min-np", "2", "--profile", "1")
+    job = start_job({a: 1, b: 1}, *options, script=[sys.executable, str(script)])
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONBREAKPOINT"}
 
     def join(*typed: str) -> str:

@@ -67,9 +67,13 @@ def test_all_hosts_go_and_nothing_is_lost(stage: Stage, start_job: StartJob) -> 
     saved = job.kinds("checkpoint", since)
     assert saved, "what training stopped with"
     job.check_nothing_left([a, b])
-    reason = job.kinds("waiting", since)[-1]["reason"]
-    assert f"({a}, {b} drained" in reason.replace("hosts ", "")
-    assert f"the checkpoint of step {saved[-1]['step']} is complete" in reason
+    complete = f"the checkpoint of step {saved[-1]['step']} is complete"
+
+    def waits() -> bool:
+        said = [event["reason"].replace("hosts ", "") for event in job.kinds("waiting", since)]
+        return any(f"({a}, {b} drained" in reason and complete in reason for reason in said[-1:])
+
+    job.wait_for(waits, f"it waits for hosts, and {complete}")
     job.use({a: 1, b: 1, c: 1})
     restored = job.wait_event("restored", since)
     assert restored["step"] == saved[-1]["step"]

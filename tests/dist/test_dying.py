@@ -127,8 +127,7 @@ def test_kill_9_of_an_agent_ends_its_workers_and_replaces_them(
 def test_kill_9_of_all_workers_of_a_host(stage: Stage, job: RunningJob) -> None:
     a, *_ = stage.hosts
     since, before = job.mark(), job.step
-    for worker in job.workers(a):
-        worker.kill()
+    job.kill_workers(a)
     job.wait_event("rescale_finished", since, size=1)
     job.wait_for(lambda: len(job.kinds("worker_joined", since)) == 2, "replaced")
     job.wait_size(3, since)
@@ -153,9 +152,7 @@ def test_a_host_crashes_and_comes_back(stage: Stage, job: RunningJob) -> None:
 def test_kill_9_of_all_workers_goes_back_to_the_checkpoint(job: RunningJob) -> None:
     job.wait_event("checkpoint", job.mark())
     since = job.mark()
-    workers = job.workers()
-    for worker in workers:
-        worker.kill()
+    workers = job.kill_workers()
     restored = job.wait_event("restored", since)
     newest = max(event["step"] for event in job.kinds("checkpoint"))
     assert 0 < restored["step"] <= newest

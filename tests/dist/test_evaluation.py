@@ -186,7 +186,9 @@ def test_evaluation_is_that_of_one_process_though_a_rank_is_killed_in_it(
     script.write_text(SCRIPTS[style])
     hosts = {first: 1, second: 1, third: 1}
     job = start_job(hosts, script=[sys.executable, str(script), "FOLDER"])
-    job.wait_for(lambda: len(said(job)) >= 4, "two epochs are evaluated")
+    job.wait_size(3)
+    before = len(said(job))
+    job.wait_for(lambda: len(said(job)) >= before + 4, "two epochs are evaluated")
 
     (job.folder / "slow").touch()
     victim = job.wait_for(lambda: (job.folder / "evaluating-1").exists() and job.workers(second),
@@ -200,7 +202,7 @@ def test_evaluation_is_that_of_one_process_though_a_rank_is_killed_in_it(
     assert job.wait() == 0, job.story()
 
     every = said(job)
-    assert {each["size"] for each in every} == {2, 3}
+    assert {each["size"] for each in every} >= {2, 3}
     assert {each["set"] for each in every} == {"all", "two"}
     for each in every:
         assert each["evaluated"] == each["plain"], "to the last bit"

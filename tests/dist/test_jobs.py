@@ -187,7 +187,7 @@ def _is_at_its_time_limit(local: Cluster, number: int, told: Path) -> str:
     ended = local.job(number)
     assert ended["message"].startswith("time limit of 8.0 s: hvd-elastic requeue")
     assert ended["attempts"] == 1
-    until(lambda: told.read_text().count("\n") == 2, "its user is told of both")
+    until(lambda: told.exists() and told.read_text().count("\n") == 2, "its user is told of both")
     near, over = map(json.loads, told.read_text().splitlines())
     assert (near["kind"], over["status"]) == ("time_limit_near", "failed")
     assert 0 <= near["left_s"] <= 0.8

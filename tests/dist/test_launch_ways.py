@@ -181,7 +181,8 @@ def _counting(script: str) -> str:
 
 
 def test_hvd_elastic_run(data: Path, tmp_path: Path) -> None:
-    with Job("--np", 2, "--audit", "--", *digits(data), home=tmp_path) as job:
+    options = ("--np", 2, "--min-np", 2, "--audit")
+    with Job(*options, "--", *digits(data), home=tmp_path) as job:
         assert job.wait(DEADLINE_S) == 0, job.text
     check(job.folder, {2})
     assert_nothing_left(mark=job.mark, run_id=job.run_id)

@@ -11,12 +11,9 @@ import pytest
 
 from tests.dist.conftest import EVERY_STYLE, StartJob, styles, trains
 from tests.dist.running import RunningJob, Stage
-from tests.paths import COSTLY, LIMIT_S, ROOT
+from tests.paths import COSTLY, ROOT
 
 pytestmark = pytest.mark.dist
-
-SOON_S = 60.0
-"""A run that is asked to stop waits up to 10 s for its last checkpoint; machines are busy."""
 
 
 @pytest.fixture
@@ -27,6 +24,10 @@ def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[Run
 
 def worker_hosts(job: RunningJob) -> list[str]:
     return [worker.host for worker in job.workers()]
+
+
+def warned(job: RunningJob, since: int, words: str) -> bool:
+    return any(words in warning["message"] for warning in job.kinds("warning", since))
 
 
 def check_steps_never_fall(job: RunningJob, since: int = 0) -> None:
@@ -114,14 +115,10 @@ def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: Runni
     new = job.hostfile.with_suffix(".new")
     new.write_text(f"{stage.hosts[0]} slots=many\n")
     new.replace(job.hostfile)
-    warning = job.wait_event("warning", since)
-    assert "slots=many" in warning["message"]
+    job.wait_for(lambda: warned(job, since, "slots=many"), "a warning that names the mistake")
     job.wait_steps(10)
     job.hostfile.unlink()
-    job.wait_for(
-        lambda: any("is gone" in warning["message"] for warning in job.kinds("warning", since)),
-        "a warning that there is no hostfile",
-    )
+    job.wait_for(lambda: warned(job, since, "is gone"), "a warning that there is no hostfile")
     assert job.workers() == before
     assert not job.kinds("rescale_started", since)
 
@@ -192,7 +189,7 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on_exactly_there(
 
 
 def check_ended_by_a_signal(job: RunningJob) -> None:
-    assert job.wait(SOON_S) == 130
+    assert job.wait() == 130
     (finished,) = job.kinds("run_finished")
     assert finished["status"] == "stopped"
     assert job.kinds("checkpoint")[-1]["step"] >= job.step - 15
@@ -224,7 +221,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(stage: Stage, start_job: Sta
     job.process.send_signal(signal.SIGINT)
     job.wait_event("stop_requested", 0)
     job.process.send_signal(signal.SIGINT)
-    assert job.wait(LIMIT_S) == 130
+    assert job.wait() == 130
     job.check_nothing_left()
 
 
@@ -232,12 +229,12 @@ def test_ctrl_c_while_hosts_are_still_starting(stage: Stage, start_job: StartJob
     job = start_job(dict.fromkeys(stage.hosts, 1))
     job.wait_event("run_started", 0)
     job.process.send_signal(signal.SIGINT)
-    assert job.wait(SOON_S) == 130
+    assert job.wait() == 130
     job.check_nothing_left()
 
 
 BEFORE_THE_LOGGERS = """
-import functools, os, sys, time, torch
+import functools, itertools, os, sys, time, torch
 import hvd_elastic.torch as hvd
 sys.path.insert(0, sys.argv[1])
 import wandb
@@ -247,8 +244,11 @@ model = torch.nn.Linear(4, 1)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1e-3), model)
 data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.randn(240, 1))
 loader = hvd.DataLoader(data, 12)
+steps = itertools.count()
 def loss_function(outputs, targets):
-    time.sleep(0.03)
+    # Enough are left when the host leaves, however late that is noticed.
+    slow = next(steps) > 12 and not os.path.exists(os.path.join(sys.argv[1], "left"))
+    time.sleep(0.5 if slow else 0.01)
     return (outputs - targets).square().mean()
 """
 WANDB = """
@@ -277,6 +277,7 @@ def test_the_documented_logger_moves_with_rank_0(stage: Stage, start_job: StartJ
     job.wait_steps(10)
     job.use({b: 1})
     job.wait_size(1)
+    (folder / "left").touch()
     assert job.wait() == 0, job.story()
     lines = [line.split() for line in (folder / "log.txt").read_text().splitlines()]
     assert [int(step) for _, _, step in lines] == list(range(1, 101))

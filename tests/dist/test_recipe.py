@@ -109,7 +109,9 @@ def test_pictures_are_learned_with_a_join_and_a_kill(recipe: Recipe) -> None:
         recipe.wait_for(process, lambda: reached(2), "two epochs")
         recipe.use(first, second, third)
         scale = [sys.executable, "-m", "hvd_elastic.cli.app", "scale", "net", "3"]
-        subprocess.run(scale, check=True, env=recipe.environment, capture_output=True)
+        told = lambda: subprocess.run(scale, env=recipe.environment, capture_output=True)  # noqa: E731
+        # It is refused until the run has read its hostfile.
+        recipe.wait_for(process, lambda: told().returncode == 0, "the new size")
         recipe.wait_for(process, lambda: trains_on(3), "three ranks")
         recipe.wait_for(process, lambda: reached(6), "more epochs")
         (victim,) = _workers(recipe, second)

@@ -259,6 +259,7 @@ def test_two_runs_at_once_do_not_meet(stage: Stage, shared: Path, tmp_path: Path
     script = write_script(shared)
     hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:1], slots=2)
     options = ["-H", hostfile, "-F", stage.cluster.ssh_config, "--audit", "--checkpoint-every", 0]
+    options += ["--min-np", 2]  # else the first worker may be done before the second is there
     train = [*options, "--", sys.executable, script, "--epochs", 5]
     with Job(*train, home=tmp_path) as one, Job(*train, home=tmp_path) as other:
         for job in (one, other):

@@ -31,7 +31,7 @@ def run_undisturbed(stage: Stage, start_job: StartJob, like: RunningJob) -> Runn
     epochs = like.kinds("run_finished")[-1]["steps"] // STEPS_IN_AN_EPOCH
     hosts = {stage.hosts[0]: 1, stage.hosts[1]: 1}
     script_options = (*MODEL, "--step-time", "0", "--epochs", str(epochs))
-    job: RunningJob = start_job(hosts, script_options=script_options)
+    job: RunningJob = start_job(hosts, "--min-np", "2", script_options=script_options)
     assert job.wait(60 + 10 * epochs) == 0, job.story()
     return job
 

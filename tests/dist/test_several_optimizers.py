@@ -46,7 +46,10 @@ def test_kill_9_between_two_steps_changes_no_more_than_rounding(
         f"an undone body is not recorded: {job.story()}"
     )
     joined = [event["size"] for event in job.kinds("rescale_finished")]
-    assert joined[:4] == [2, 1, 2, 1], f"two ranks, a kill, its replacement, a kill: {joined}"
+    both = joined.index(2)  # a machine that is late trains with one rank first
+    assert joined[both : both + 4] == [2, 1, 2, 1], (
+        f"two ranks, a kill, its replacement, a kill: {joined}"
+    )
     monkeypatch.delenv("KILLS")
     found = torch.load(job.folder / "end.pt", weights_only=True)
     torch.testing.assert_close(found, undisturbed(tmp_path), rtol=0, atol=1e-8)

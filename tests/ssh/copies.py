@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvd_elastic.virtual import VirtualCluster, netns
@@ -75,6 +76,19 @@ class Bed:
     def data(self, number: int) -> Path:
         return self.cluster.data(self.hosts[number])
 
+    @contextlib.contextmanager
+    def held(self, process: subprocess.Popen[str]) -> Iterator[None]:
+        """Stop a copy's leader and its source, so that it does not end during the block."""
+        leader = psutil.Process(process.pid)
+        stopped = [leader, *leader.children(recursive=True)]
+        for each in stopped:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in stopped:
+                each.resume()
+
     def parts(self, number: int) -> list[Path]:
         return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]
 
@@ -113,7 +127,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HVD_ELASTIC_HOME", str(home))
-        with VirtualCluster.up(HOSTS, 1, rate="100mbit", loopback=False) as cluster:
+        with VirtualCluster.up(HOSTS, 1, rate="50mbit", loopback=False) as cluster:
             yield Bed(cluster, home)
 
 

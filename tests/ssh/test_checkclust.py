@@ -112,7 +112,7 @@ class Checked:
                     "--folder",
                     "/data/logs",
                     "--connect-timeout",
-                    "4",
+                    "60",
                 ],
             ],
             capture_output=True,

@@ -162,7 +162,8 @@ def test_a_host_that_dies_is_cut_out_and_repaired(bed: Bed, source: Path, silent
     make_large(source)
     process = bed.start(str(source), "/data/set")
     bed.wait_for_parts(1, 4 * MB)
-    bed.cluster.crash(bed.hosts[1], silent=silent)
+    with bed.held(process):
+        bed.cluster.crash(bed.hosts[1], silent=silent)
     result = bed.finish(process)
     assert result.status == 1
     assert [state == "ok" for state in result["state"]] == [True, False, True, True]
@@ -233,7 +234,7 @@ def test_a_source_that_changes_is_reported(bed: Bed, source: Path) -> None:
     (source / "other").write_bytes(b"fine")
     process = bed.start(str(source), "/data/set")
     bed.wait_for_parts(0, 2 * MB)
-    with large.open("r+b") as file:
+    with bed.held(process), large.open("r+b") as file:
         file.seek(20 * MB)
         file.write(b"changed")
     result = bed.finish(process)
@@ -266,7 +267,8 @@ def test_a_disk_that_is_too_small_and_one_that_fills_up(bed: Bed, source: Path) 
             (bed.data(number) / "disk/set/large").unlink()
         process = bed.start(str(source), "/data/disk/set")
         bed.wait_for_parts(2, 4 * MB)
-        on_host("head -c 60000000 /dev/zero > /data/disk/other || true")
+        with bed.held(process):
+            on_host("head -c 60000000 /dev/zero > /data/disk/other || true")
         result = bed.finish(process)
         assert result.status == 1
         assert [state == "ok" for state in result["state"]] == [True, False, True, True]
@@ -301,7 +303,8 @@ def test_a_host_joins_and_is_fed_by_its_peers(bed: Bed, source: Path) -> None:
     before = int(counter.read_text())
     process = bed.start(str(source), "/data/set", hostfile=hostfile)
     bed.wait_for_parts(2, 4 * MB)
-    hostfile.write_text("\n".join(lines))
+    with bed.held(process):
+        hostfile.write_text("\n".join(lines))
     result = bed.finish(process)
     assert result.status == 0, result.errors
     assert sorted(result.hosts) == sorted(bed.hosts)
@@ -354,7 +357,8 @@ def test_a_stranger_gets_nothing_and_does_no_harm(bed: Bed, source: Path) -> Non
         "while piece := sock.recv(1000): got += piece\n"
         "print(len(got))"
     )
-    done = bed.cluster.run_on(bed.hosts[1], ["python3", "-c", program])
+    with bed.held(process):
+        done = bed.cluster.run_on(bed.hosts[1], ["python3", "-c", program])
     assert bed.finish(process).status == 0
     # A nonce, and the proof that this is the node: no word of the data.
     assert done.stdout.strip() in ("32", "64"), done.stderr

@@ -76,7 +76,7 @@ def spaces(home: Path) -> Iterator[VirtualCluster]:
 
 def log_in(cluster: VirtualCluster, host: str, command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["ssh", "-F", str(cluster.ssh_config), "-o", "ConnectTimeout=5", host, command],
+        ["ssh", "-F", str(cluster.ssh_config), "-o", f"ConnectTimeout={LIMIT_S:g}", host, command],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,

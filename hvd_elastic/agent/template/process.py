@@ -7,8 +7,9 @@ child subreaper, becomes its parent.
 
 Modules are imported in a thread: it can have a low priority without a way back, and threads that
 libraries such as OpenMP keep for their caller end with it. Where the kernel groups processes by
-session, priorities count within a group only, so the template's group is given a low one too, until
-all is imported: a fork of a low group would take seconds where ranks use all cores.
+session, priorities count within a group only, so the template's group is given a low one too, for a
+minute at most and until all is imported: a fork of a low group would take seconds where ranks use
+all cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,14 +43,17 @@ _MAIN_NAMES = frozenset(
 )
 _LOW_PRIORITY = 10
 """Niceness of the imports. At 19, the lowest, they would hardly end where ranks use all cores."""
+_LOW_PRIORITY_S = 60.0
+"""Time after which the imports continue at normal priority [s]: where many more processes than
+cores want the processor, they would hardly end, and workers would be started without a template."""
 _GROUP_PRIORITY = Path("/proc/self/autogroup")
 """Priority of this session among those that want the processor; see sched(7), "The autogroup
 feature". Missing if the kernel has none."""
 _GROUP_TRIES, _GROUP_PAUSE_S = 3, 0.15
 """The kernel lets one process in a tenth of a second change it, of those without privileges."""
 _REQUEST_BYTES = 1 << 16
-_THREADS_END_S = 1.0
-"""Time for the kernel to remove threads that have ended."""
+_THREADS_END_S, _BUSY_THREADS_END_S = 1.0, 30.0
+"""Time for threads that end to do so: those that wait, and those that run or wait for a core."""
 _FORKED_WELL = frozenset({"jemalloc_bg_thd"})
 """Threads that live with a fork: jemalloc, part of pyarrow, locks its own and starts it again."""
 
@@ -68,10 +72,7 @@ def main(modules: Sequence[str], program: Sequence[str]) -> None:
     control = socket.socket(fileno=os.dup(1))
     os.dup2(2, 1)
     name = _read("comm").strip()
-    _set_group_priority(_LOW_PRIORITY)
-    trouble = _import(modules)
-    _set_group_priority(0)
-    trouble = trouble or _trouble()
+    trouble = _import(modules) or _trouble()
     if trouble:
         control.sendall(trouble.encode())
         os._exit(1)
@@ -111,8 +112,13 @@ def _import(modules: Sequence[str]) -> str:
                 trouble = f"the import of {name} failed: {type(error).__name__}: {error}"
                 return
 
+    _set_group_priority(_LOW_PRIORITY)
     thread = threading.Thread(target=work, name="imports")
     thread.start()
+    thread.join(_LOW_PRIORITY_S)
+    with contextlib.suppress(OSError):  # it has ended, or only the superuser may raise it
+        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, 0)
+    _set_group_priority(0)
     thread.join()
     return trouble
 
@@ -143,25 +149,29 @@ def _trouble() -> str:
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    until = time.monotonic() + _THREADS_END_S
+    began = time.monotonic()
     while True:
-        is_over = time.monotonic() > until  # before the look, which may be late
-        threads = _other_threads() - _FORKED_WELL
+        waited_s = time.monotonic() - began  # before the look, which may be late
+        threads = {each for each in _other_threads() if each[0] not in _FORKED_WELL}
         if not threads:
             return ""
-        if is_over:
-            return f"the imports start threads ({', '.join(sorted(threads))})"
+        is_busy = "R" in (state for _, state in threads)
+        if waited_s > (_BUSY_THREADS_END_S if is_busy else _THREADS_END_S):
+            names = sorted({name for name, _ in threads})
+            return f"the imports start threads ({', '.join(names)})"
         time.sleep(0.01)
 
 
-def _other_threads() -> set[str]:
-    """Return the names of all threads of this process but the main one."""
-    names = set()
+def _other_threads() -> Iterator[tuple[str, str]]:
+    """Yield name and state of all threads of this process but the main one.
+
+    The state is that of proc_pid_stat(5): R if it runs or waits for a core.
+    """
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has just ended
-                names.add(_read(f"task/{task.name}/comm").decode(errors="replace").strip())
-    return names
+                name, _, rest = _read(f"task/{task.name}/stat").rpartition(b") ")
+                yield name.partition(b"(")[2].decode(errors="replace").strip(), chr(rest[0])
 
 
 # -- fork --------------------------------------------------------------------------------------

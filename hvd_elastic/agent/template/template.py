@@ -28,6 +28,9 @@ _FORK_LIMIT_S = 2.0
 _SHOWN_BYTES = 4096
 _LEAST_LIMIT_S, _LIMIT_FACTOR = 30.0, 3.0
 """A fork may take this long, and this many times as long as a worker that was started directly."""
+_MOST_FAILURES = 2
+"""Forks in a row that fail before they are ready, after which all workers are started directly: one
+may fail for a cause of its own, such as a host that is busy or a file server that is away."""
 # Names of interpreters, options without a value that a fork can obey, and options with one.
 _INTERPRETER = re.compile(r"python(\d+(\.\d+)?)?t?")
 _FLAGS = re.compile(r"-[bBdEIOPqRsSu]+")
@@ -60,18 +63,23 @@ class Template:
         self._modules: Sequence[str] = ()
         self._direct_s = 0.0
         self._process: _Process | None = None
-        self._trouble = ""
-        self._is_told = False
+        self._trouble = self._untold = ""
+        self._failures = 0
 
     @property
     def start_limit_s(self) -> float:
         """Time that a fork may take until it can train [s]."""
         return max(_LEAST_LIMIT_S, _LIMIT_FACTOR * self._direct_s)
 
-    def learn(self, start: WorkerStart, modules: Sequence[str], took_s: float) -> None:
+    def learn(
+        self, start: WorkerStart, modules: Sequence[str], took_s: float, *, is_fork: bool = False
+    ) -> None:
         """Note how the last worker was started, what it has imported, and how long that took."""
         self._start, self._modules = start, modules
-        self._direct_s = max(self._direct_s, took_s)
+        if is_fork:
+            self._failures = 0
+        else:
+            self._direct_s = max(self._direct_s, took_s)
 
     def warm(self) -> None:
         """Start the process for workers like the last one, unless it exists or is not possible."""
@@ -90,28 +98,41 @@ class Template:
         """Fork a worker and return its process id; None: it has to be started directly.
 
         Args:
-            output: descriptor for its output, which is told once why there is no template.
+            output: descriptor for its output, to which is written once why there is no template.
         """
         process = self._process
         if process is not None and process.is_ready and process.start.is_like(start):
             try:
                 pid = process.fork(start, output)
             except TimeoutError:  # a later worker's comes from another one
-                self.close()
-                text = f"hvd-elastic: no fork within {_FORK_LIMIT_S:g} s; this worker is started"
-                _tell(output, f"{text} without a template\n")
-                return None
+                self._replace(f"no fork within {_FORK_LIMIT_S:g} s")
+                pid = None
             if pid is not None:
                 return pid
-        if self._trouble and not self._is_told:
-            self._is_told = True
-            text = f"hvd-elastic: this worker is started without a template: {self._trouble}\n"
-            _tell(output, text)
+        if self._untold:
+            text = f"hvd-elastic: this worker is started without a template: {self._untold}\n"
+            with contextlib.suppress(OSError):
+                os.write(output, text.encode())
+            self._untold = ""
         return None
 
+    def failed(self, trouble: str) -> None:
+        """End the process after a forked worker has failed; after some in a row, for good."""
+        self._failures += 1
+        if self._failures < _MOST_FAILURES:
+            self._replace(trouble)
+        else:
+            self.give_up(f"{trouble}, {_MOST_FAILURES} times in a row")
+
     def give_up(self, trouble: str) -> None:
-        """End the process, and start none any more; the log of the next worker tells why."""
-        self._trouble = self._trouble or trouble
+        """End the process, and start none any more; the log of the next worker says why."""
+        if not self._trouble:
+            self._trouble = self._untold = trouble
+        self.close()
+
+    def _replace(self, trouble: str) -> None:
+        """End the process; :meth:`warm` starts another one."""
+        self._untold = f"{trouble}; the next one has another template"
         self.close()
 
     def close(self) -> None:
@@ -119,11 +140,6 @@ class Template:
         if self._process is not None:
             self._process.close()
             self._process = None
-
-
-def _tell(output: int, text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(output, text.encode())
 
 
 class _Process:

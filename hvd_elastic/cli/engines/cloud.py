@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -27,10 +28,9 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.cli.runs.run_options import check_ssh_config
 from hvd_elastic.cli.runs.scaling_options import parse_budget
-from hvd_elastic.engines.cloud.engine import START_LIMIT_S
+from hvd_elastic.engines.cloud.engine import CloudHosts
 from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.provider import Machine, Offer, Provider
-from hvd_elastic.engines.cloud.providers import provider_named, provider_of
+from hvd_elastic.engines.cloud.provider import Machine, Offer, Provider, provider_named
 from hvd_elastic.engines.cloud.reach import Reach
 from hvd_elastic.engines.cloud.records import (
     CloudFolder,
@@ -38,12 +38,11 @@ from hvd_elastic.engines.cloud.records import (
     all_folders,
     check_name,
     owner,
-    setting_s,
 )
 from hvd_elastic.errors import HvdElasticError, RunError, UsageError
 from hvd_elastic.formatting import count, date_words, duration_words
 from hvd_elastic.hosts.hostfile import write_hostfile
-from hvd_elastic.policy.spot import slot_price
+from hvd_elastic.policy.spot import MachinePlan, slot_price
 from hvd_elastic.records.process_lock import is_locked
 
 _KEYS = ("id_ed25519.pub", "id_ecdsa.pub", "id_rsa.pub")
@@ -56,9 +55,12 @@ _LEAST_S = 30.0
 class ProviderOptions:
     """The options that say which provider is asked, and what it needs to know."""
 
-    provider: Annotated[
-        str, option("who has the machines: aws, or command (programs of yours)", "--provider")
-    ] = "aws"
+    provider_name: Annotated[
+        str | None,
+        option(
+            "who has the machines: aws (the default), or command (programs of yours)", "--provider"
+        ),
+    ] = None
     programs: Annotated[
         Path | None,
         option("folder with the programs start, list and stop, for --provider command"),
@@ -66,6 +68,16 @@ class ProviderOptions:
     region: Annotated[
         str | None, option("region, for aws (default: AWS_DEFAULT_REGION, or ~/.aws/config)")
     ] = None
+
+    @property
+    def provider(self) -> str:
+        """Return the name of the provider."""
+        return self.provider_name or "aws"
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether a provider is named by any option."""
+        return self.provider_name is not None or bool(self.settings)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -248,15 +260,16 @@ def up(
       --instances 2 --max-hours 1 --hostfile hosts
     """
     definition = options.definition(name)
-    provider = provider_of(definition)
+    provider = definition.open_provider()
     folder = CloudFolder(name)
     if options.dry_run:
         _show_plan(Machines(folder, provider, _tell, definition=definition), options.as_json)
         return
     _refuse_taken(folder, provider)
-    definition = _merge(folder, provider, definition)
-    folder.write(definition)
     with contextlib.closing(folder.use("hvd-elastic cloud up")):
+        with folder.changing():
+            definition = _merge(folder, provider, definition)
+            folder.write(definition)
         if options.no_start:
             Machines(folder, provider, _tell).offers()  # shows that the types are there
             _tell(f"nothing is started; train with: hvd-elastic run --cloud {name} -- …")
@@ -264,25 +277,37 @@ def up(
         ready = _start(folder, provider, definition)
     price = sum(each.offer.price or 0.0 for each in ready)
     if options.as_json:
-        print_json({**_cloud_row(definition), "machines": [*map(_machine_row, ready)]})
+        row = {"cloud": name, "hostfile": definition.hostfile, "deadline": definition.deadline}
+        print_json({**row, "machines": [*map(_machine_row, ready)]})
         return
     print(definition.hostfile)
     what = f"{count(len(ready), 'machine')} for {price:.2f} an hour, until "
+    ssh = ["--ssh-config", definition.ssh_config] if definition.ssh_config else []
+    words = shlex.join(["hvd-elastic", "run", "--hostfile", definition.hostfile, *ssh])
     print(
-        f"{what}{date_words(definition.deadline)}. Train with: hvd-elastic run --hostfile "
-        f"{definition.hostfile} -- python train.py   End them with: hvd-elastic cloud down {name}",
+        f"{what}{date_words(definition.deadline)}. Train with: {words} -- python train.py   "
+        f"End them with: hvd-elastic cloud down {name}",
         file=sys.stderr,
     )
 
 
+def _there(provider: Provider, **tags: str) -> list[Machine]:
+    """Return the machines with these tags that have not ended."""
+    return [each for each in provider.list(tags) if each.state != "ended"]
+
+
+def _strangers(machines: Sequence[Machine]) -> str:
+    """Return whose machines these are if they are not ours; empty: ours, or none."""
+    return ", ".join(sorted({each.tags.get("owner", "?") for each in machines} - {owner()}))
+
+
 def _refuse_taken(folder: CloudFolder, provider: Provider) -> None:
     """Raise RunError if machines run under the name that are not of the cloud of this folder."""
-    found = [each for each in provider.list({"cloud": folder.name}) if each.state != "ended"]
-    strangers = {each.tags.get("owner", "?") for each in found} - {owner()}
-    if strangers:
+    found = _there(provider, cloud=folder.name)
+    if others := _strangers(found):
         raise RunError(
-            f"the name {folder.name} is in use: {count(len(found), 'machine')} of "
-            f"{', '.join(sorted(strangers))} under it. Take another name"
+            f"the name {folder.name} is in use: {count(len(found), 'machine')} of {others} under "
+            "it. Take another name"
         )
     if found and not folder.exists:
         raise RunError(
@@ -306,7 +331,7 @@ def _merge(folder: CloudFolder, provider: Provider, asked: Definition) -> Defini
             f"cloud {old.name} was started with other options of its provider ({old.provider} "
             f"{dict(old.settings)}): take another name, or: hvd-elastic cloud down {old.name}"
         )
-    if Machines(folder, provider, _tell, definition=old).look():
+    if Machines(folder, provider, _tell, definition=old).live():
         _tell(f"cloud {old.name} is there: its deadline stays {date_words(old.deadline)}")
         return replace(asked, deadline=old.deadline)
     return asked
@@ -315,59 +340,55 @@ def _merge(folder: CloudFolder, provider: Provider, asked: Definition) -> Defini
 def _start(folder: CloudFolder, provider: Provider, definition: Definition) -> list[Machine]:
     """Start what is missing and return all machines that can be used; or leave nothing behind."""
     machines, reach = Machines(folder, provider, _tell), Reach(definition)
+    hosts = CloudHosts(Path(definition.hostfile), machines, reach, _tell)
     before = {intent.token for intent in folder.intents()}
     try:
-        held = machines.look()
+        held = machines.live()
         missing = definition.most - len(held)
         if missing > 0:
-            machines.start(missing, held, 0 if definition.spot else missing)
-        ids = [each.id for each in machines.look()]
-        if len(ids) < definition.least:
+            machines.start(missing, held, _plan(definition))
+        number = len(machines.live())
+        if number < definition.least:
             raise RunError(
-                f"{count(len(ids), 'machine')} of at least {definition.least} could be started: "
+                f"{count(number, 'machine')} of at least {definition.least} could be started: "
                 "ask for further types or zones, for fewer, or later"
             )
-        limit_s = setting_s("START_LIMIT", START_LIMIT_S)
-        ready, why = reach.wait(machines.look, ids, machines.lease_s, limit_s, _tell)
-        why = dict(why)
-        for each, reason in reach.renew(ready, max(1.0, machines.left_s)).items():
-            if reason:
-                why[each] = reason
+        ready = [*hosts.wait()]
+        if why := hosts.stay():
+            _tell(f"{count(len(why), 'machine')} lost: {'; '.join(sorted({*why.values()}))}")
+            machines.stop([*why])
         ready = [each for each in ready if each.id not in why]
-        for each, reason in why.items():
-            _tell(f"machine {each} cannot be used, and is ended: {reason}")
         if len(ready) < definition.least:
+            why |= hosts.given_up
             raise RunError(
                 f"{len(ready)} of at least {count(definition.least, 'machine')} can be used: "
-                f"{'; '.join(sorted(set(why.values())))}. Is port 22 open for this computer in "
+                f"{'; '.join(sorted({*why.values()}))}. Is port 22 open for this computer in "
                 "their security group, and does the image have Python and the key?"
             )
-        if why:
-            machines.stop([*why])
         write_hostfile(Path(definition.hostfile), reach.hosts_of(ready))
         return ready
     except BaseException:  # Ctrl-C too
-        tokens = {intent.token for intent in folder.intents()} - before
-        _undo(machines, tokens)
+        try:
+            if tokens := {intent.token for intent in folder.intents()} - before:
+                _tell("what was started is ended again")
+                machines.end_all(tokens)
+        except BaseException:
+            _tell(f"machines may still be running: hvd-elastic cloud down {definition.name}")
+            raise
+        if not folder.intents():
+            folder.remove()
         raise
 
 
-def _undo(machines: Machines, tokens: set[str]) -> None:
-    name = machines.definition.name
-    try:
-        if tokens:
-            _tell("what was started is ended again")
-            machines.end_all(tokens)
-    except BaseException:
-        _tell(f"machines may still be running: hvd-elastic cloud down {name}")
-        raise
-    if not machines.folder.intents():
-        machines.folder.remove()
+def _plan(definition: Definition) -> MachinePlan:
+    """Return how many machines of each kind ``cloud up`` starts: all of one."""
+    most, spot = definition.most, definition.spot
+    return MachinePlan(most * spot, most * (not spot), "")
 
 
 def _show_plan(machines: Machines, as_json: bool) -> None:
     asked = machines.definition
-    planned = machines.plan(asked.most, 0 if asked.spot else asked.most)
+    planned = machines.preview(asked.most, _plan(asked))
     number = sum(n for _, n in planned)
     price = sum((offer.price or 0.0) * n for offer, n in planned)
     unknown = any(offer.price is None for offer, _ in planned)
@@ -421,12 +442,16 @@ def down(
 
 def _end(name: str, options: ProviderOptions) -> int:
     folder = CloudFolder(check_name(name))
-    if not folder.exists and options.settings:
+    if not folder.exists and options.is_given:
         definition = Definition(name, options.provider, options.settings, ())
-        _refuse_strangers(name, provider_of(definition))
+        found = _there(definition.open_provider(), cloud=name)
+        if not any(each.tags.get("owner") == owner() for each in found):
+            others = _strangers(found)
+            why = f"the machines of that name are of {others}" if others else "none is there"
+            raise RunError(f"no machine of a cloud {name} of yours ({owner()}) runs: {why}")
         folder.write(definition)
     folder = CloudFolder.open(name)
-    machines = Machines(folder, provider_of(folder.read()), _tell)
+    machines = Machines(folder, folder.read().open_provider(), _tell)
     if is_locked(folder.path / "user"):
         using = (folder.path / "user").read_text(encoding="utf-8").strip()
         _tell(f"{using or 'a run'} uses cloud {name}, and loses its machines")
@@ -436,49 +461,37 @@ def _end(name: str, options: ProviderOptions) -> int:
     return ended
 
 
-def _refuse_strangers(name: str, provider: Provider) -> None:
-    """Raise RunError if there is nothing of this user to end under a name."""
-    found = [each for each in provider.list({"cloud": name}) if each.state != "ended"]
-    if not any(each.tags.get("owner") == owner() for each in found):
-        whose = sorted({each.tags.get("owner", "?") for each in found})
-        owners = (
-            f"the machines of that name are of {', '.join(whose)}" if whose else "none is there"
-        )
-        raise RunError(f"no machine of a cloud {name} of yours ({owner()}) runs: {owners}")
-
-
 def _end_expired(options: ProviderOptions) -> int:
     """End what is past its deadline, at each provider that this computer knows or is told of."""
     ended, fails = 0, []
-    for where, provider in _providers(options):
+    for where, settings in _providers(options):
         try:
-            past = [each for each in provider.list({"owner": owner()}) if _is_past(each)]
+            provider = provider_named(*settings)
+            past = [each.id for each in _there(provider, owner=owner()) if _is_past(each)]
             if past:
                 _tell(f"{where}: {count(len(past), 'machine')} past the deadline")
-                ended += _end_these(provider, [each.id for each in past])
+            left = {*past}
+            while left:
+                provider.stop(sorted(left))
+                time.sleep(_POLL_S)
+                left &= {each.id for each in _there(provider, owner=owner())}
+            ended += len(past)
         except HvdElasticError as error:
             fails.append(f"{where}: {error}")
     for folder in all_folders():
-        if folder.read().deadline < time.time() and not fails:
-            ended += _end(folder.name, options)
+        try:
+            if folder.read().deadline < time.time() and not fails:
+                ended += _end(folder.name, options)
+        except HvdElasticError as error:
+            fails.append(f"cloud {folder.name}: {error}")
     if fails:
         raise RunError("; ".join(fails))
     return ended
 
 
-def _end_these(provider: Provider, ids: Sequence[str]) -> int:
-    left = {*ids}
-    while left:
-        provider.stop(sorted(left))
-        time.sleep(_POLL_S)
-        there = provider.list({"owner": owner()})
-        left &= {each.id for each in there if each.state != "ended"}
-    return len(ids)
-
-
 def _is_past(machine: Machine) -> bool:
     deadline = _deadline_of(machine)
-    return machine.state != "ended" and deadline is not None and deadline < time.time()
+    return deadline is not None and deadline < time.time()
 
 
 def _deadline_of(machine: Machine) -> float | None:
@@ -492,18 +505,27 @@ def _deadline_of(machine: Machine) -> float | None:
     return deadline.timestamp()
 
 
-def _providers(options: ProviderOptions) -> list[tuple[str, Provider]]:
-    """Return each provider that this computer knows or is told of, once, with its name."""
+def _providers(options: ProviderOptions) -> list[tuple[str, tuple[str, Mapping[str, str]]]]:
+    """Return each provider that this computer knows or is told of, once: words, and its settings.
+
+    Raises:
+        RunError: there is none, so nobody can say what runs.
+    """
     found: dict[str, tuple[str, Mapping[str, str]]] = {}
-    known = [(each.provider, each.settings) for each in (f.read() for f in all_folders())]
-    asked = [(options.provider, options.settings)] if options.settings else []
+    known = []
+    for folder in all_folders():
+        with contextlib.suppress(RunError):  # its machines are found without its definition
+            known.append((folder.read().provider, folder.read().settings))
+    asked = [(options.provider, options.settings)] if options.is_given else []
     for name, settings in [*known, *asked]:
         place = {k: v for k, v in settings.items() if k in ("region", "programs")}
         found[json.dumps([name, place], sort_keys=True)] = name, place
-    return [
-        (" ".join([name, *place.values()]), provider_named(name, place))
-        for name, place in found.values()
-    ]
+    if not found:
+        raise RunError(
+            "no cloud is known on this computer, so no provider was asked: name it, such as "
+            "--provider aws --region us-east-1"
+        )
+    return [(" ".join([name, *place.values()]), (name, place)) for name, place in found.values()]
 
 
 # -- list and prices ---------------------------------------------------------------------------
@@ -529,7 +551,7 @@ def list_(
     fails = []
     for folder in all_folders():
         try:
-            machines = Machines(folder, provider_of(folder.read()), _tell).look()
+            machines = Machines(folder, folder.read().open_provider(), _tell).look()
         except HvdElasticError as error:
             fails.append(f"cloud {folder.name}: {error}")
             continue
@@ -537,9 +559,14 @@ def list_(
         rows += [_machine_row(each) for each in machines]
         if not machines and not as_json:
             _tell(f"cloud {folder.name} has no machine")
-    for _, provider in _providers(options) if all_ or options.settings else ():
-        tags = {} if all_ else {"owner": owner()}
-        more = [m for m in provider.list(tags) if m.state != "ended" and m.id not in known]
+    for where, settings in _providers(options) if all_ or options.is_given else ():
+        try:
+            provider = provider_named(*settings)
+            found = _there(provider, **({} if all_ else {"owner": owner()}))
+        except HvdElasticError as error:
+            fails.append(f"{where}: {error}")
+            continue
+        more = [each for each in found if each.id not in known]
         known |= {each.id for each in more}
         rows += [_machine_row(each) for each in more]
     if as_json:
@@ -582,14 +609,6 @@ def prices(options: PoolOptions, as_json: AsJson = False) -> None:
 def _pool_cells(offer: Offer) -> list[str]:
     market = "spot" if offer.spot else "on demand"
     return [offer.type, offer.zone or "–", market, str(offer.slots), _cell(offer.price)]
-
-
-def _cloud_row(definition: Definition) -> dict[str, Any]:
-    return {
-        "cloud": definition.name,
-        "hostfile": definition.hostfile,
-        "deadline": definition.deadline,
-    }
 
 
 def _machine_row(machine: Machine) -> dict[str, Any]:

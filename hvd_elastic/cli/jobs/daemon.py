@@ -9,19 +9,27 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hvd_elastic.cli.jobs.units import remove_unit, write_unit
-from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option, parse_duration
-from hvd_elastic.cli.output import print_json, wait_until
+from hvd_elastic.cli.options import (
+    AsJson,
+    SshConfigOption,
+    argument,
+    command,
+    option,
+    parse_duration,
+)
+from hvd_elastic.cli.output import print_json, print_table, wait_until
 from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:
+    from hvd_elastic.jobs.hosts import Expansion
     from hvd_elastic.jobs.job import Answer
     from hvd_elastic.jobs.place import ClusterFolder
-    from hvd_elastic.policy.schedule.policies import Policy
 
 _LONGEST_REASON = 200
 """Characters of the reason of a drain, which stands in the table of the hosts."""
@@ -32,16 +40,24 @@ ClusterOption = Annotated[
 ]
 
 
-def check_notify(command: str | None, held: str | None) -> None:
-    """Raise UsageError if ``--notify`` and ``--notify-held`` do not fit together."""
+def notify_held_s(command: str | None, held: str | None) -> float | None:
+    """Return the value of ``--notify-held`` [s].
+
+    Raises:
+        UsageError: it is not valid, or does not fit ``--notify``.
+    """
     if command is not None and not command.strip():
         raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
     if command is None and held is not None:
         raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+    return None if held is None else parse_duration("--notify-held", held)
 
 
-def up(
-    hostfile: Annotated[Path | None, argument("hosts and their slots", "HOSTFILE")] = None,
+@dataclass(frozen=True)
+class UpOptions:
+    """The options of ``up``."""
+
+    hostfile: Annotated[Path | None, argument("hosts and their slots", "HOSTFILE")] = None
     cloud: Annotated[
         str | None,
         option(
@@ -49,26 +65,26 @@ def up(
             "hvd-elastic cloud up)",
             metavar="NAME",
         ),
-    ] = None,
+    ] = None
     name: Annotated[
         str | None, option("name of the cluster (default: of the hostfile)", "--name")
-    ] = None,
+    ] = None
     detach: Annotated[
         bool, option("run in the background; see down and hosts", "--detach", "-d")
-    ] = False,
-    policy: Annotated[
-        str, option("who gets how many slots: goodput, equal (shares), or fifo")
-    ] = "goodput",
+    ] = False
+    policy: Annotated[str, option("who gets how many slots: goodput, equal (shares), or fifo")] = (
+        "goodput"
+    )
     pause: Annotated[
         bool | None,
         option(
             "start no job until up --no-pause, also of a cluster that is up", "--pause/--no-pause"
         ),
-    ] = None,
+    ] = None
     notify: Annotated[
         str | None,
         option("run for events, with each as JSON on its input", "--notify", metavar="COMMAND"),
-    ] = None,
+    ] = None
     drain_unhealthy: Annotated[
         str | None,
         option(
@@ -76,24 +92,117 @@ def up(
             "--drain-unhealthy",
             metavar="LEVEL",
         ),
-    ] = None,
+    ] = None
     notify_held: Annotated[
         str | None,
         option("tell too of jobs held for, such as 1d", "--notify-held", metavar="TIME"),
-    ] = None,
+    ] = None
     group: Annotated[
         str | None, option("group whose members may use the cluster; needs --place", "--group")
-    ] = None,
+    ] = None
     place: Annotated[
         Path | None, option("folder of a cluster that a group shares", "--place", metavar="FOLDER")
-    ] = None,
+    ] = None
     operators: Annotated[
         str | None,
         option("users who may change all jobs, such as ada,grace", "--operators", metavar="USERS"),
-    ] = None,
-    ssh_config: SshConfigOption = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    ssh_config: SshConfigOption = None
+    as_json: AsJson = False
+
+    def check(self) -> None:
+        """Raise UsageError for values that are not valid, and options that do not fit together."""
+        from hvd_elastic.cli.runs.run_options import check_ssh_config
+        from hvd_elastic.policy.schedule.policies import POLICIES
+
+        check_ssh_config(self.ssh_config)
+        notify_held_s(self.notify, self.notify_held)
+        shared = self.place is not None
+        name, level = self.place and self.place.name, self.drain_unhealthy
+        refused = {
+            f"--policy {self.policy!r} is not known; valid: {', '.join(POLICIES)}": (
+                self.policy not in POLICIES
+            ),
+            f"--drain-unhealthy is failed or warning, not {level!r}": (
+                level not in (None, "failed", "warning")
+            ),
+            "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
+            "make faults up. hvd-elastic hosts shows them, and --notify tells of them": (
+                shared and level is not None
+            ),
+            "name the hosts of the cluster: hvd-elastic up HOSTFILE, or --cloud NAME": (
+                (self.hostfile is None) == (self.cloud is None)
+            ),
+            "--cloud is not for a cluster that a group shares: leave it out": (
+                shared and self.cloud is not None
+            ),
+            "a group shares a cluster in a folder: give --group and --place": (
+                (self.group is None) == shared
+            ),
+            f"--name is the last part of --place, {name}: leave it out": (
+                shared and self.name not in (None, name)
+            ),
+            "--operators is for a cluster that a group shares, with --group, --place": (
+                self.operators is not None and not shared
+            ),
+        }
+        for why in (why for why, is_wrong in refused.items() if is_wrong):
+            raise UsageError(why)
+
+    def hosts(self) -> tuple[Path, str | None]:
+        """Return the hostfile and the ssh configuration.
+
+        Raises:
+            HostfileError: the hostfile cannot be used.
+            RunError: this computer knows no such cloud.
+        """
+        from hvd_elastic.hosts.hostfile import parse_hostfile
+        from hvd_elastic.hosts.ssh_config import ssh_config_for
+
+        if self.hostfile is not None:
+            parse_hostfile(self.hostfile)  # an error is told before anything is made
+            return self.hostfile, ssh_config_for(self.hostfile, self.ssh_config)
+        from hvd_elastic.engines.cloud.records import CloudFolder
+
+        cloud = CloudFolder.open(self.cloud or "")
+        hostfile, config = cloud.path / "cluster_hosts", cloud.read().ssh_config
+        own = None if config is None else Path(config)
+        return hostfile, ssh_config_for(hostfile, self.ssh_config or own)
+
+    def cluster_folder(self, hostfile: Path) -> ClusterFolder:
+        """Return the folder of the cluster, which is made if there is none.
+
+        Raises:
+            HvdElasticError: it cannot be made, or another cluster that is up has one of the hosts.
+        """
+        from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
+
+        named = self.name or self.cloud or name_of_hostfile(hostfile)
+        name = named if self.place is None else self.place.name
+        if self.cloud is None:  # before it has a folder, which would count as a cluster
+            _refuse_shared_hosts(name, hostfile)
+        if self.place is None or self.group is None:
+            return ClusterFolder.create(name)
+        return ClusterFolder.create_shared(self.place, self.group)
+
+    def unit_command(self, hostfile: Path, place: ClusterFolder, config: str | None) -> list[str]:
+        """Return the command that starts the daemon of a shared cluster again."""
+        words = [sys.executable, "-m", "hvd_elastic.cli.app", "up", str(hostfile.absolute())]
+        for name, value in {
+            "group": self.group,
+            "place": str(place.path),
+            "policy": self.policy,
+            "operators": self.operators,
+            "notify": self.notify,
+            "notify-held": self.notify_held,
+            "ssh-config": config,
+        }.items():
+            words += [f"--{name}", value] if value else []
+        return words
+
+
+@command(UpOptions)
+def up(options: UpOptions) -> None:
     """Share a cluster between jobs: start the daemon that decides which job holds which slots.
 
     It ends with Ctrl-C or [bold]hvd-elastic down[/bold]. Jobs go on while it is not there, and the
@@ -110,110 +219,60 @@ def up(
 
       hvd-elastic queue
     """
-    from hvd_elastic.cli.runs.run_options import check_ssh_config
-    from hvd_elastic.hosts.hostfile import parse_hostfile
-    from hvd_elastic.hosts.ssh_config import ssh_config_for
     from hvd_elastic.jobs.job import Pause
     from hvd_elastic.jobs.operator_state import OperatorState
-    from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
+    from hvd_elastic.jobs.place import ClusterFolder
     from hvd_elastic.jobs.rights import user_id
     from hvd_elastic.jobs.server import ask_daemon
-    from hvd_elastic.policy.schedule.policies import POLICIES
 
-    check_ssh_config(ssh_config)
-    if policy not in POLICIES:
-        raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
-    check_notify(notify, notify_held)
-    if drain_unhealthy not in (None, "failed", "warning"):
-        raise UsageError(f"--drain-unhealthy is failed or warning, not {drain_unhealthy!r}")
-    if drain_unhealthy and place is not None:
-        raise UsageError(
-            "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
-            "make faults up. hvd-elastic hosts shows them, and --notify tells of them"
-        )
-    held_s = None if notify_held is None else parse_duration("--notify-held", notify_held)
-    if (hostfile is None) == (cloud is None):
-        raise UsageError("name the hosts of the cluster: hvd-elastic up HOSTFILE, or --cloud NAME")
-    if cloud is not None:
-        if place is not None:
-            raise UsageError("--cloud is not for a cluster that a group shares: leave it out")
-        hostfile, ssh_config = _hosts_of_cloud(cloud, ssh_config)
-        name = name or cloud
-    assert hostfile is not None
-    if cloud is None:
-        parse_hostfile(hostfile)  # an error is told before anything is made
-    if (group is None) != (place is None):
-        raise UsageError("a group shares a cluster in a folder: give --group and --place")
-    if place is not None and name not in (None, place.name):
-        raise UsageError(f"--name is the last part of --place, {place.name}: leave it out")
-    if operators is not None and place is None:
-        raise UsageError("--operators is for a cluster that a group shares, with --group, --place")
-    chosen = [user_id(each) for each in (operators or "").split(",") if each]
-    name = place.name if place is not None else name or name_of_hostfile(hostfile)
-    if pause is not None and place is not None:
-        theirs = ClusterFolder(place.absolute(), shared=True)
+    options.check()
+    hostfile, config = options.hosts()
+    operators = [user_id(each) for each in (options.operators or "").split(",") if each]
+    pause = None if options.pause is None else Pause(getpass.getuser() if options.pause else "")
+    if pause is not None and options.place is not None:
+        theirs = ClusterFolder(options.place.absolute(), shared=True)
         if theirs.is_others:  # an operator asks for it
-            _answer(ask_daemon(theirs, Pause(getpass.getuser() if pause else "")), as_json)
+            _answer(ask_daemon(theirs, pause), options.as_json)
             return
-    if cloud is None:
-        _refuse_shared_hosts(
-            name, hostfile
-        )  # before it has a folder, which would count as a cluster
-    if place is None or group is None:
-        folder = ClusterFolder.create(name)
-    else:
-        folder = ClusterFolder.create_shared(place, group)
-    if pause is not None and folder.daemon_alive():
-        _answer(ask_daemon(folder, Pause(getpass.getuser() if pause else "")), as_json)
-        return
+    folder = options.cluster_folder(hostfile)
     if pause is not None:
-        OperatorState(folder.operator_state).pause(getpass.getuser() if pause else "")
-    config = ssh_config_for(hostfile, ssh_config)
-    serve = functools.partial(
-        _serve,
-        *(folder, hostfile, config, POLICIES[policy], chosen),
-        *((notify or "", held_s), drain_unhealthy or "", cloud),
-    )
-    on_up = functools.partial(_tell_up, folder, hostfile, as_json)
-    if detach:
-        begin_in_background("daemon", folder.log, serve)
-        on_up()
-        if group is not None:
-            words = [sys.executable, "-m", "hvd_elastic.cli.app", "up", str(hostfile.absolute())]
-            words += ["--group", group, "--place", str(folder.path), "--policy", policy]
-            for name, value in {
-                "operators": operators,
-                "notify": notify,
-                "notify-held": notify_held,
-                "ssh-config": config,
-            }.items():
-                words += [f"--{name}", value] if value else []
-            write_unit(folder, "daemon", words)
-    else:
+        if folder.daemon_alive():
+            _answer(ask_daemon(folder, pause), options.as_json)
+            return
+        OperatorState(folder.operator_state).pause(pause.by)
+    serve = functools.partial(_serve, folder, hostfile, config, operators, options)
+    on_up = functools.partial(_tell_up, folder, hostfile, options.as_json)
+    if not options.detach:
         serve(on_up)
+        return
+    begin_in_background("daemon", folder.log, serve)
+    on_up()
+    if options.group is not None:
+        write_unit(folder, "daemon", options.unit_command(hostfile, folder, config))
 
 
 def _serve(
     place: ClusterFolder,
     hostfile: Path,
     config: str | None,
-    policy: Policy,
     operators: Collection[int],
-    notify: tuple[str, float | None],
-    drains: str,
-    cloud: str | None,
+    options: UpOptions,
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
     from hvd_elastic.cli.runs.run import begin_leader
     from hvd_elastic.jobs.daemon import Daemon
+    from hvd_elastic.policy.schedule.policies import POLICIES
 
-    with place.lock(), _machines(place, cloud, hostfile):
+    with place.lock(), _machines(place, options.cloud, hostfile):
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
         daemon = Daemon(
-            *(place, hostfile, config, begin_leader, policy, operators),
-            *(notify[0], drains, notify[1]),
+            *(place, hostfile, config, begin_leader, POLICIES[options.policy], operators),
+            notify=options.notify or "",
+            drains=options.drain_unhealthy or "",
+            notify_held_s=notify_held_s(options.notify, options.notify_held),
+            expansion=_expansion(options.cloud),
         )
         place.describe_daemon(hostfile)
         on_up()
@@ -221,19 +280,16 @@ def _serve(
     return 0
 
 
-def _hosts_of_cloud(name: str, ssh_config: Path | None) -> tuple[Path, Path | None]:
-    """Return where the hosts of a cluster on a cloud are written, and its ssh configuration.
+def _expansion(cloud: str | None) -> Expansion:
+    """Return what a cluster on a cloud may grow to."""
+    from hvd_elastic.jobs.hosts import Expansion
 
-    Raises:
-        RunError: this computer knows no such cloud.
-    """
-    from hvd_elastic.engines.cloud.records import CloudFolder
+    if cloud is None:
+        return Expansion()
+    from hvd_elastic.engines.cloud.engine import CloudSource
 
-    folder = CloudFolder.open(name)
-    config = folder.read().ssh_config
-    if ssh_config is None and config is not None:
-        ssh_config = Path(config)
-    return folder.path / "cluster_hosts", ssh_config
+    source = CloudSource(cloud)
+    return Expansion(source.hosts({}).hosts, source.preemption)
 
 
 def _machines(
@@ -362,13 +418,11 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(rows)
         return
-    width = max([4, *(len(row["host"]) for row in rows)])
-    print(f"{'HOST':<{width}}  STATE    SLOTS  FREE  JOBS")
-    for row in rows:
-        print(
-            f"{row['host']:<{width}}  {row['state']:<7}  {row['slots']:>5}  {row['free']:>4}  "
-            f"{_jobs_on(row)}"
-        )
+    cells = [
+        [row["host"], row["state"], str(row["slots"]), str(row["free"]), _jobs_on(row)]
+        for row in rows
+    ]
+    print_table([["HOST", "STATE", "SLOTS", "FREE", "JOBS"], *cells], left={0, 1, 4})
 
 
 def drain_host(

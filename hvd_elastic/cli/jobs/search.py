@@ -160,8 +160,8 @@ class SearchOptions(SubmitOptions):
             )
         if self.max_examples is None:
             raise UsageError(
-                "--rungs need --max-examples: the last rung is there, and each other one at a "
-                f"{self.reduction}th of the next"
+                "--rungs need --max-examples: the last rung is there, and each other one at "
+                f"1/{self.reduction} of the next"
             )
         most = 1
         while self.max_examples / self.reduction**most >= 1:
@@ -198,6 +198,8 @@ class SearchOptions(SubmitOptions):
                 "suggest(trial)" + ("; both are given" if self.param is not None else "")
             )
         require_optuna()
+        if not self.command:
+            return  # the job's options say that it is missing
         if self.space is not None:
             import optuna
 
@@ -206,13 +208,13 @@ class SearchOptions(SubmitOptions):
             for _ in range(_TRIED):
                 values = suggest(tried.ask())
                 where = f"{self.space}, for every trial"
-                check_space([*values], self.command or (), source=where)
+                check_space([*values], self.command, source=where)
             return
         names = [parse_param(text)[0] for text in self.param or ()]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise UsageError(f"--param names {twice[0]} twice")
-        check_space(names, self.command or ())
+        check_space(names, self.command)
 
 
 @command(
@@ -591,7 +593,8 @@ def _print_table(study: Study, rows: Sequence[Mapping[str, Any]]) -> None:
         values = [_short(row["params"].get(name, "")) for name in params]
         cells.append(
             [
-                *(str(rank), str(row["trial"]), row["status"], str(row["rung"])),
+                "-" if row["value"] is None else str(rank),
+                *(str(row["trial"]), row["status"], str(row["rung"])),
                 *(_short(row["value"]), f"{row['examples']:,.0f}"),
                 *(str(row["slots"] or ""), f"{row['slot_h']:.2f}", *values),
                 one_line(row["reason"]),

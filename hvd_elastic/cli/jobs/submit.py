@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption, check_notify
+from hvd_elastic.cli.jobs.daemon import ClusterOption, notify_held_s
 from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.cli.options import (
     AsJson,
@@ -169,9 +169,7 @@ class SubmitOptions(RunOptions):
                 self.gpu_memory,
             ),
             notify=self.notify is not None,
-            notify_held_s=None
-            if self.notify_held is None
-            else parse_duration("--notify-held", self.notify_held),
+            notify_held_s=notify_held_s(self.notify, self.notify_held),
             private=self.private,
         )
 
@@ -216,7 +214,7 @@ class SubmitOptions(RunOptions):
             raise UsageError("--labels is empty: give labels of the hostfile, such as a100")
 
     def _check_notify(self) -> None:
-        check_notify(self.notify, self.notify_held)
+        notify_held_s(self.notify, self.notify_held)
 
     def _check_name(self) -> None:
         name = self.name

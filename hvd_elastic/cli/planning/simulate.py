@@ -26,7 +26,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words
 
 if TYPE_CHECKING:
-    from hvd_elastic.policy.schedule.jobs import HostSlots
+    from hvd_elastic.policy.snapshot import HostOffer
     from hvd_elastic.sim.jobs.run import Outcome
 
 
@@ -365,12 +365,12 @@ def simulate_past(
         )
 
 
-def _busy(outcome: Outcome, hosts: Sequence[HostSlots]) -> float:
+def _busy(outcome: Outcome, hosts: Sequence[HostOffer]) -> float:
     """Return how much of the slots was in use [%]."""
     return 100 * outcome.slot_s / (sum(host.slots for host in hosts) * outcome.span_s)
 
 
-def _draw(outcome: Outcome, hosts: Sequence[HostSlots], name: str, heading: str, out: Path) -> None:
+def _draw(outcome: Outcome, hosts: Sequence[HostOffer], name: str, heading: str, out: Path) -> None:
     from hvd_elastic.records.cluster import summarize_cluster
     from hvd_elastic.sim.jobs.run import queue_events
     from hvd_elastic.views.cluster_page import render_cluster

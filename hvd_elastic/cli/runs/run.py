@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import typer
@@ -20,7 +21,7 @@ from hvd_elastic.cli.jobs.naming import run_id_of
 from hvd_elastic.cli.options import command, given_options
 from hvd_elastic.cli.runs.run_options import RunOptions, check_ssh_config
 from hvd_elastic.engines.base import CLOUD, INSIDE
-from hvd_elastic.errors import HvdElasticError, UsageError
+from hvd_elastic.errors import HvdElasticError, RunError, UsageError
 from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.leader.resuming import Resumption
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
@@ -113,6 +114,7 @@ def lead(
     as_json: bool,
     forget: bool = False,
     on_start: Callable[[], None] = lambda: None,
+    lock: FileIO | None = None,
     engine: AbstractContextManager[Engine] | None = None,
 ) -> int:
     """Lead a run to its end; return the exit status.
@@ -120,6 +122,7 @@ def lead(
     Args:
         forget: remove the folder if another leader leads the run and this one started nothing.
         on_start: called at each event; the first call means that the run has begun.
+        lock: of the run, which this process holds already; None: it is taken.
         engine: has the hosts of the run, and is entered when this process has its lock; None: they
             are found as its specification says.
     """
@@ -149,7 +152,10 @@ def lead(
                 view.output(host, slot, line)
 
         finish, gave_way = leader.lead(
-            spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine
+            *(spec, folder, environment, show_event, show_output),
+            resumed=resumed,
+            lock=lock,
+            engine=engine,
         )
     if finish.status == "failed" and any(folder.logs.iterdir()):
         print(f"logs of the workers: {folder.logs}", file=sys.stderr)
@@ -186,11 +192,17 @@ def begin_leader(
 ) -> int:
     """Fork a leader from a daemon; return its process id.
 
+    The run is led from the fork on, however long the leader's start takes: were its lock taken by
+    the leader, a daemon that begins meanwhile would start a second one.
+
     Args:
         environment: environment of the leader, which passes it on to the workers.
         beside: called in the leader before it leads.
     """
     home = os.environ.get("HVD_ELASTIC_HOME")
+    lock = None
+    with contextlib.suppress(RunError):  # another process leads it, as the forked one will tell
+        lock = folder.take_lead(for_child=True)
 
     def work() -> int:
         signal.set_wakeup_fd(-1)
@@ -198,7 +210,11 @@ def begin_leader(
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # The lock, the socket and the database stay the daemon's alone.
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        kept = 2 if lock is None else lock.fileno()
+        os.closerange(3, kept)
+        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+        if lock is not None:
+            folder.name_leader(lock)
         with contextlib.suppress(OSError):  # the agents say that the folder is missing
             os.chdir(spec.cwd)
         os.environ.clear()
@@ -208,9 +224,10 @@ def begin_leader(
         if home is not None:
             os.environ["HVD_ELASTIC_HOME"] = home
         beside()
-        return lead(spec, folder, resumed=resumed, as_json=False)
+        return lead(spec, folder, resumed=resumed, as_json=False, lock=lock)
 
-    return fork_with_log(folder.leader_log, work)
+    with lock or contextlib.nullcontext():  # the forked process has it too
+        return fork_with_log(folder.leader_log, work)
 
 
 # Parameters that may be given with --resume; the run keeps all others from its start.

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, ClassVar
+from typing import Any
 
 from hvd_elastic.engines.cloud.provider import (
     TAG_PREFIX,
@@ -43,46 +43,22 @@ _STATES: Mapping[str, State] = {
     "stopped": "stopping",  # its disk still costs money, until it is terminated
     "terminated": "ended",
 }
-_ERRORS: Mapping[str, type[CloudError]] = {
-    **dict.fromkeys(
-        (
-            *("InsufficientInstanceCapacity", "InsufficientHostCapacity", "SpotMaxPriceTooLow"),
-            *("InsufficientCapacity", "InsufficientReservedInstanceCapacity"),
-            "InsufficientFreeAddressesInSubnet",
-        ),
-        CapacityError,
-    ),
-    **dict.fromkeys(
-        (
-            *("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded"),
-            *("MaxSpotFleetRequestCountExceeded", "PendingVerification"),
-        ),
-        QuotaError,
-    ),
-    **dict.fromkeys(
-        ("RequestLimitExceeded", "Throttling", "ThrottlingException", "EC2ThrottledException"),
-        ThrottledError,
-    ),
-    **dict.fromkeys(
-        (
-            *("Unsupported", "UnsupportedOperation", "InvalidInstanceType"),
-            *("InvalidParameterValue", "InvalidParameterCombination", "InvalidAMIID.NotFound"),
-            *("InvalidAMIID.Malformed", "InvalidKeyPair.NotFound", "InvalidGroup.NotFound"),
-            *("InvalidGroupId.Malformed", "InvalidSubnetID.NotFound", "InvalidSubnet"),
-            *("InvalidAvailabilityZone", "MissingParameter", "VPCIdNotSpecified"),
-        ),
-        UnsupportedError,
-    ),
-    **dict.fromkeys(
-        (
-            *("AuthFailure", "UnauthorizedOperation", "RequestExpired", "ExpiredToken"),
-            *("ExpiredTokenException", "InvalidClientTokenId", "SignatureDoesNotMatch"),
-            *("OptInRequired", "Blocked", "AccessDenied", "AccessDeniedException"),
-            *("UnrecognizedClientException", "IncompleteSignature", "MissingAuthenticationToken"),
-        ),
-        CredentialsError,
-    ),
+_CODES: Mapping[type[CloudError], str] = {
+    CapacityError: "InsufficientInstanceCapacity InsufficientHostCapacity SpotMaxPriceTooLow "
+    "InsufficientCapacity InsufficientReservedInstanceCapacity InsufficientFreeAddressesInSubnet",
+    QuotaError: "InstanceLimitExceeded VcpuLimitExceeded MaxSpotInstanceCountExceeded "
+    "MaxSpotFleetRequestCountExceeded PendingVerification",
+    ThrottledError: "RequestLimitExceeded Throttling ThrottlingException EC2ThrottledException",
+    UnsupportedError: "Unsupported UnsupportedOperation InvalidInstanceType InvalidParameterValue "
+    "InvalidParameterCombination InvalidAMIID.NotFound InvalidAMIID.Malformed "
+    "InvalidKeyPair.NotFound InvalidGroup.NotFound InvalidGroupId.Malformed MissingParameter "
+    "InvalidSubnetID.NotFound InvalidSubnet InvalidAvailabilityZone VPCIdNotSpecified",
+    CredentialsError: "AuthFailure UnauthorizedOperation RequestExpired ExpiredToken "
+    "ExpiredTokenException InvalidClientTokenId SignatureDoesNotMatch OptInRequired Blocked "
+    "AccessDenied AccessDeniedException UnrecognizedClientException IncompleteSignature "
+    "MissingAuthenticationToken",
 }
+_ERRORS = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
 _HINTS: Mapping[str, str] = {
     "RequestExpired": "the credentials have expired, or the clock of this computer is wrong",
     "SignatureDoesNotMatch": "the secret key is wrong, or the clock of this computer is",
@@ -108,7 +84,6 @@ class AwsProvider:
         CredentialsError: there is no region.
     """
 
-    name: ClassVar[str] = "aws"
     preemption: str | None = "aws"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
@@ -137,6 +112,10 @@ class AwsProvider:
                     "no region is set: give --region us-east-1, or set AWS_DEFAULT_REGION"
                 )
             self._region = str(session.region_name)
+            self._pools: dict[tuple[str, str, bool], Offer] = {}
+            """Pools as last offered, by type, zone and market."""
+            self._prices: dict[str, float] = {}
+            """Prices on demand by type, as far as the price list has said them."""
         except BotoCoreError as error:
             raise CredentialsError(f"aws: {error}") from error
 
@@ -168,6 +147,7 @@ class AwsProvider:
             for pool in pools
             if (pool.type, pool.zone) in spot_prices
         ]
+        self._pools |= {(pool.type, pool.zone, pool.spot): pool for pool in found}
         return found
 
     def start(self, order: Order) -> Sequence[Machine]:
@@ -252,14 +232,14 @@ class AwsProvider:
             why=why,
         )
 
-    @functools.lru_cache  # noqa: B019  (a provider lives as long as its program)
     def _known_offer(self, kind: str, zone: str, spot: bool) -> Offer:
         """Return the pool of a machine with its price, as far as AWS says."""
-        pool = Offer(kind, zone, spot)
-        with contextlib.suppress(CloudError):
-            offers = self.offers([kind], [zone], spot)
-            return next((each for each in offers if each.spot == spot), pool)
-        return pool
+        pool = kind, zone, spot
+        if pool not in self._pools:
+            with contextlib.suppress(CloudError):
+                self.offers([kind], [zone], spot)
+            self._pools.setdefault(pool, Offer(*pool))
+        return self._pools[pool]
 
     def _slots(self, types: Sequence[str]) -> dict[str, int]:
         """Return the number of GPUs of each type, or 1 for a type without GPUs."""
@@ -286,7 +266,6 @@ class AwsProvider:
                 newest[pool] = max(newest.get(pool, price), price)
         return {pool: price for pool, (_, price) in newest.items()}
 
-    @functools.lru_cache  # noqa: B019
     def _price(self, kind: str) -> float | None:
         """Return the price of a type on demand; None: the price list does not say."""
         asked = {
@@ -299,17 +278,17 @@ class AwsProvider:
         }
         filters = [{"Type": "TERM_MATCH", "Field": k, "Value": v} for k, v in asked.items()]
         with contextlib.suppress(CloudError, KeyError, ValueError, IndexError):
-            with _calling("read the price list"):
-                pricing = self._client("pricing", region_name="us-east-1")
-                answer = pricing.get_products(ServiceCode="AmazonEC2", Filters=filters)
-            terms = json.loads(answer["PriceList"][0])["terms"]["OnDemand"]
-            prices = [
-                float(dimension["pricePerUnit"]["USD"])
-                for term in terms.values()
-                for dimension in term["priceDimensions"].values()
-            ]
-            return max(prices) or None
-        return None
+            if kind not in self._prices:
+                with _calling("read the price list"):
+                    pricing = self._client("pricing", region_name="us-east-1")
+                    answer = pricing.get_products(ServiceCode="AmazonEC2", Filters=filters)
+                terms = json.loads(answer["PriceList"][0])["terms"]["OnDemand"]
+                self._prices[kind] = max(
+                    float(dimension["pricePerUnit"]["USD"])
+                    for term in terms.values()
+                    for dimension in term["priceDimensions"].values()
+                )
+        return self._prices.get(kind) or None
 
     @functools.lru_cache  # noqa: B019
     def _newest_image(self) -> str:

@@ -7,13 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hvd_elastic.engines.cloud.engine import CloudHosts, limits_of
-from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.providers import provider_of
-from hvd_elastic.engines.cloud.reach import Reach
+from hvd_elastic.engines.cloud.engine import CloudHosts, using
 from hvd_elastic.engines.cloud.records import CloudFolder
-from hvd_elastic.engines.growth import Growth, asking
-from hvd_elastic.formatting import count
+from hvd_elastic.engines.growth import asking
 from hvd_elastic.jobs.hosts import rows_without_daemon
 from hvd_elastic.jobs.job import Hosts, JobKind, JobStatus
 from hvd_elastic.jobs.place import ClusterFolder
@@ -33,9 +29,10 @@ class ClusterMachines(CloudHosts):
     """
 
     used: frozenset[str] = frozenset()
+    may_be_none = False  # the daemon reads the hostfile as if a user had written it
 
     def in_use(self, grant_id: str) -> bool:
-        machine = self.there(grant_id)
+        machine = self._there.get(grant_id)
         return machine is not None and machine.address in self.used
 
 
@@ -54,44 +51,41 @@ def cloud_cluster(
     Raises:
         RunError: somebody else uses the cloud, or no machine can be had.
     """
-    definition, by = cloud.read(), f"cluster {place.name}"
-    with contextlib.closing(cloud.use(by)):
-        machines = Machines(cloud, provider_of(definition), tell, by)
-        reach = Reach(definition)
-        hosts = ClusterMachines(hostfile, machines, reach, tell)
-        least = max(1, definition.least)
-        limits = limits_of(definition, machines.offers(), least)
-        growth = Growth(hosts, limits, _AS_NEEDED, tell)
+    by = f"cluster {place.name}"
+    with using(cloud, by, hostfile, _AS_NEEDED, tell, ClusterMachines) as (hosts, growth):
 
         def note_use() -> None:
             rows = ask_daemon(place, Hosts()).data
             hosts.used = frozenset(row["host"] for row in rows if row["jobs"] or row["occupied"])
             lost = {row["host"] for row in rows if row["state"] == "lost"}
-            waiting, elastic = _needs(place)
+            slots = sum(row["slots"] for row in rows if row["state"] == "up")
+            waiting, elastic = _needs(place, slots, hosts.slots)
             now = time.monotonic()
             growth.note_use(hosts.used, lost, now, waiting=waiting, elastic=elastic)
 
         try:
-            hosts.begin_with(least, growth, lambda: False)
+            hosts.begin_with(growth)
             with asking(growth, note_use, tell):
                 yield
         finally:
             rows = rows_without_daemon(place) if place.daemon() else ()
             if any(row["jobs"] or row["occupied"] for row in rows):
-                running = [each for each in machines.look() if each.state == "running"]
-                reach.renew(running, max(1.0, machines.left_s))
+                hosts.stay()
                 tell(f"jobs go on, so their machines stay: hvd-elastic cloud down {cloud.name}")
-            elif tokens := machines.started_by(by):
-                ended = machines.end_all(tokens)
-                tell(f"{count(ended, 'machine')} of the cluster ended")
+            else:
+                hosts.end()
 
 
-def _needs(place: ClusterFolder) -> tuple[bool, bool]:
-    """Return whether jobs wait that nobody holds back, and whether some may use further hosts."""
+def _needs(place: ClusterFolder, slots: int, slots_per_host: int) -> tuple[int, bool]:
+    """Return how many hosts waiting jobs lack, and whether running ones may use further hosts.
+
+    Jobs that somebody holds back do not wait. Any other lacks one host at least.
+    """
     store = JobStore.read_only(place.database)
     try:
-        waiting = any(not job.request.hold for job in store.with_status(JobStatus.QUEUED))
+        queued = [job.request for job in store.with_status(JobStatus.QUEUED)]
+        lacking = [-(-(each.min_np - slots) // slots_per_host) for each in queued if not each.hold]
         kinds = {job.request.kind for job in store.with_status(JobStatus.RUNNING)}
-        return waiting, bool(kinds - {JobKind.PLAIN})
+        return max([1, *lacking]) if lacking else 0, bool(kinds - {JobKind.PLAIN})
     finally:
         store.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,6 @@ from hvd_elastic.engines.cloud.provider import (
     Offer,
     Order,
     QuotaError,
-    State,
     ThrottledError,
     UnsupportedError,
 )
@@ -38,25 +38,8 @@ _ERRORS: Mapping[str, type[CloudError]] = {
 }
 
 
-class _Machine(msgspec.Struct):
-    """A machine as a program prints it."""
-
-    id: str
-    state: State
-    address: str = ""
-    type: str = ""
-    zone: str = ""
-    spot: bool = False
-    price: float | None = None
-    slots: int = 1
-    tags: dict[str, str] = {}
-    started: str = ""
-    port: int | None = None
-    why: str = ""
-
-
 class _Machines(msgspec.Struct):
-    machines: list[_Machine]
+    machines: list[dict[str, Any]]
 
 
 class _Offers(msgspec.Struct):
@@ -72,7 +55,6 @@ class CommandProvider:
         UsageError: the folder lacks one of the programs.
     """
 
-    name: ClassVar[str] = "command"
     preemption: str | None = None
 
     def __init__(self, settings: Mapping[str, str]) -> None:
@@ -92,7 +74,8 @@ class CommandProvider:
     def offers(self, types: Sequence[str], zones: Sequence[str], spot: bool) -> Sequence[Offer]:
         if self._has("offers"):
             asked = {"types": [*types], "zones": [*zones], "spot": spot}
-            return self._decode("offers", self._call("offers", asked), _Offers).offers
+            with self._reading("offers", text := self._call("offers", asked)):
+                return msgspec.json.decode(text, type=_Offers).offers
         markets = (True, False) if spot else (False,)
         return [Offer(t, z, market) for t in types for z in zones or ("",) for market in markets]
 
@@ -118,24 +101,16 @@ class CommandProvider:
         return os.access(self._folder / program, os.X_OK) and (self._folder / program).is_file()
 
     def _machines(self, program: str, asked: Mapping[str, Any]) -> Sequence[Machine]:
-        found = self._decode(program, self._call(program, asked), _Machines).machines
-        return [
-            Machine(
-                each.id,
-                each.state,
-                each.address,
-                Offer(each.type, each.zone, each.spot, each.price, each.slots),
-                each.tags,
-                each.started,
-                each.port,
-                each.why,
-            )
-            for each in found
-        ]
+        with self._reading(program, text := self._call(program, asked)):
+            return [
+                msgspec.convert({"address": "", **each, "offer": {"type": "", **each}}, Machine)
+                for each in msgspec.json.decode(text, type=_Machines).machines
+            ]
 
-    def _decode(self, program: str, text: bytes, kind: type[Any]) -> Any:
+    @contextlib.contextmanager
+    def _reading(self, program: str, text: bytes) -> Iterator[None]:
         try:
-            return msgspec.json.decode(text, type=kind)
+            yield
         except msgspec.DecodeError as error:
             raise CloudError(
                 f"{self._folder / program} printed {text[:80].decode(errors='replace')!r}, which "

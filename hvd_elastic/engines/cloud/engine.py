@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -11,38 +10,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import HostSource, repeating
 from hvd_elastic.engines.cloud.machines import Machines
-from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine, Offer
-from hvd_elastic.engines.cloud.providers import provider_of
+from hvd_elastic.engines.cloud.needs import RunNeeds
+from hvd_elastic.engines.cloud.provider import (
+    CapacityError,
+    CloudError,
+    CredentialsError,
+    Machine,
+    ThrottledError,
+)
 from hvd_elastic.engines.cloud.reach import Reach
-from hvd_elastic.engines.cloud.records import CloudFolder, Definition, setting_s
+from hvd_elastic.engines.cloud.records import CloudFolder, setting_s
 from hvd_elastic.engines.growth import Grant, Growth, Limits, growing
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.hosts.connection import Connection, SshOptions
 from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
 from hvd_elastic.hosts.ssh import connect, own_address_towards
-from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
-from hvd_elastic.policy.spot import MachineNeed, plan_machines
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import (
-    AgentStarted,
     HostDrained,
-    Metrics,
-    ReadEvent,
-    RunStarted,
-    Warned,
 )
 
-START_LIMIT_S = 600.0
+_START_LIMIT_S = 600.0
 """How long a machine may take until it answers over ssh [s]; then it is given up."""
 _LOOK_S = 5.0
-_WAIT_S = 1.0
+_WAIT_S, _LONGEST_WAIT_S = 1.0, 10.0
 _RENEWALS = 4
 """How often a lease is renewed before it would end."""
 _LEAVE_BEFORE_S = 120.0
@@ -64,9 +63,16 @@ class CloudHosts:
         reach: how they are reached.
         tell: called with what is done, in words.
         objective: what the run is after; its deadline may force machines on demand.
+
+    Attributes:
+        least: how many machines are needed to begin.
+        slots: workers that each machine can hold.
     """
 
     host_word = grant_word = "machine"
+    least = slots = 1
+    may_be_none = True
+    """Whether the hostfile may name no host while there is no machine."""
     hosts: tuple[str, ...] = ()
     """All hosts are machines that were asked for."""
 
@@ -78,29 +84,28 @@ class CloudHosts:
         tell: Callable[[str], None],
         objective: Objective | None = None,
     ) -> None:
-        self._hostfile, self._machines, self._reach, self._tell = hostfile, machines, reach, tell
+        self._hostfile, self.machines, self._reach, self._tell = hostfile, machines, reach, tell
         self._ssh = SshOptions(config_path=reach.options.config_path)
-        self._seen: dict[str, float] = {}
-        """Since when machines are awaited, by id [monotonic s]."""
+        self._since: dict[str, float] = {}
+        """Since when live machines are known, by id [monotonic s]."""
         self._renewed: dict[str, float] = {}
         """When the leases of usable machines were renewed, by id [monotonic s]."""
+        self._why: dict[str, str] = {}
+        """Why machines cannot be reached, as of the last try, by id."""
+        self.given_up: dict[str, str] = {}
+        """Why machines were never used, by id."""
         self._joined: dict[str, Machine] = {}
+        self._written: list[Host] = []
         self._there: dict[str, Machine] = {}
         """All machines that have not ended, by id."""
         self._connections: list[Connection] = []
         self._changing = threading.Lock()
-        self._start_limit_s = setting_s("START_LIMIT", START_LIMIT_S)
+        self._start_limit_s = setting_s("START_LIMIT", _START_LIMIT_S)
         self.start_s: float | None = None
         """Longest time that a machine took from its order until it could be used [s]."""
-        self._objective = objective
-        self._measured = Measured()
-        self._began = time.time()
-        """When the run began [Unix s]."""
-        self._slot_throughput = 0.0
-        """Examples/s of a slot, as last measured."""
-        self._at_risk: set[str] = set()
-        """Addresses of machines that the cloud may end soon."""
-        self._said = ""
+        self.needs = RunNeeds(machines, tell, objective)
+        self._ending: set[str] = set()
+        """Machines that are not needed any more, by id; ended again until they have ended."""
 
     # -- as the engine of a run ------------------------------------------------------------
 
@@ -118,46 +123,47 @@ class CloudHosts:
     # -- as the owner of what growth asks for ----------------------------------------------
 
     def list(self) -> list[Grant]:
-        there = self._machines.look()
+        self._write()  # which has failed if the disk was full
+        there = self.machines.look()
         self._there = {each.id: each for each in there}
-        now = time.monotonic()
-        self._seen = {each.id: self._seen.get(each.id, now) for each in there}
-        self._renew([each for each in there if each.state == "running"], now)
-        self._renewed = {
-            each.id: self._renewed[each.id] for each in there if each.id in self._renewed
-        }
-        late = [
-            each.id
-            for each in there
-            if each.id not in self._renewed and self._is_late(each.id, now)
-        ]
-        if late:
-            self._machines.stop(late)
+        now, live = time.monotonic(), {each.id: each for each in there if each.is_live}
+        for each in self._since.keys() - live.keys() - self._renewed.keys() - self._ending:
+            machine = self._there.get(each)
+            self._give_up(each, (machine and machine.why) or "it has ended by itself")
+        self._since = {each: self._since.get(each, now) for each in live}
+        self._renewed = {each: at for each, at in self._renewed.items() if each in live}
+        running = [each for each in live.values() if each.state == "running"]
+        self._renew([each for each in running if each.id not in self._ending], now)
+        self._ending.intersection_update(live)
+        late = {each for each in live if now - self._since[each] >= self._start_limit_s}
+        for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
+            self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
+        if ending := [each for each in live if each in self.given_up or each in self._ending]:
+            self.machines.stop(ending)
         return [
             Grant(each.id, each.state, each.address, runs=each.id in self._renewed)
-            for each in there
-            if each.is_live and each.id not in late
+            for each in live.values()
+            if each.id not in ending
         ]
 
     def _renew(self, running: Sequence[Machine], now: float) -> None:
         """Renew the leases that are due, and see which machines can be used since now."""
-        every_s = self._machines.lease_s / _RENEWALS
+        every_s = self.machines.lease_s / _RENEWALS
         due = [each for each in running if now - self._renewed.get(each.id, -every_s) >= every_s]
-        for each, why in self._reach.renew(due, self._machines.lease_s).items():
+        for each, why in self._reach.renew(due, self.machines.lease_s).items():
+            self._why[each] = why
             if not why:
                 if each not in self._renewed:
-                    took_s = time.monotonic() - self._seen[each]
+                    took_s = time.monotonic() - self._since[each]
                     self.start_s = max(self.start_s or 0.0, took_s)
                 self._renewed[each] = now
-            elif each not in self._renewed and self._is_late(each, now):
-                self._tell(f"machine {each} is given up: {why}")
             elif each in self._renewed:
                 self._tell(f"the lease of machine {each} could not be renewed: {why}")
 
-    def _is_late(self, machine_id: str, now: float) -> bool:
-        """Return whether a machine is given up that cannot be used so far."""
-        late = now - self._seen[machine_id] >= self._start_limit_s
-        return late or machine_id in self._reach.unfit
+    def _give_up(self, machine_id: str, why: str) -> None:
+        if machine_id not in self.given_up:
+            self.given_up[machine_id] = why
+            self._tell(f"machine {machine_id} cannot be used, and is ended: {why}")
 
     def ask(self, without: Sequence[str], named: str) -> None:
         self.begin(1)
@@ -168,12 +174,16 @@ class CloudHosts:
         Raises:
             RunError: none can be had.
         """
-        if self._machines.left_s > leave_before_s():
-            held = self._machines.look()
-            self._machines.start(number, held, self._new_on_demand(number, held))
+        if self.machines.left_s > leave_before_s():
+            # Spot machines that are leaving count in the plan, which has their replacements.
+            left, live = self.needs.leaving, self.machines.live()
+            held = [each for each in live if each.offer.spot or each.address not in left]
+            self.machines.start(number, held, self.needs.plan(held, self.start_s))
 
-    def begin_with(self, least: int, growth: Growth, stopped: Callable[[], bool]) -> None:
+    def begin_with(self, growth: Growth, stopped: Callable[[], bool] = lambda: False) -> None:
         """Ask for the fewest machines, and return when they can be used.
+
+        Without capacity they are asked for again, up to the end of the cloud's time.
 
         Args:
             growth: asks for those that end meanwhile.
@@ -182,86 +192,63 @@ class CloudHosts:
         Raises:
             RunError: they cannot be had, or are not needed any more.
         """
-        name = self._machines.definition.name
-        if (missing := least - len(self._machines.look())) > 0:
-            self.begin(missing)
-            self._tell(f"{count(missing, 'machine')} asked for")
-        began, said = time.monotonic(), ""
+        if (missing := self.least - len(self.machines.live())) > 0:
+            with contextlib.suppress(CapacityError, ThrottledError):  # each pool was told
+                self.begin(missing)
+                self._tell(f"{count(missing, 'machine')} asked for")
+        self.wait(growth, stopped)
+
+    def wait(
+        self, growth: Growth | None = None, stopped: Callable[[], bool] = lambda: False
+    ) -> Sequence[Machine]:
+        """Wait for machines, and return those that can be used.
+
+        Args:
+            growth: has the fewest machines join; None: all that were started are waited for.
+            stopped: returns whether nobody needs them any more.
+
+        Raises:
+            RunError: they cannot be had, or are not needed any more.
+        """
+        began, said, wait_s = time.monotonic(), "", _WAIT_S
         while True:
-            why = ""
             try:
-                growth.look_at_grants(time.monotonic())
+                error = ""
+                if growth is None:
+                    grants = self.list()
+                    if all(each.runs for each in grants):
+                        return [self._there[each.grant_id] for each in grants]
+                else:
+                    growth.look_at_grants(time.monotonic())
+                    if len(self._joined) >= self.least:
+                        return [*self._joined.values()]
             except CredentialsError:
                 raise
-            except CloudError as error:  # tried again
-                why = f": {error}"
-            if self.joined >= least:
-                return
-            text = f"{self.joined} of {count(least, 'machine')} can be used{why}"
-            if text != said:
+            except CloudError as refusal:  # tried again
+                error = str(refusal)
+            reasons = {error, *(self._why.get(each, "") for each in self._since)} - {""}
+            number = len(self._since) if growth is None else self.least
+            text = f"{len(self._renewed)} of {count(number, 'machine')} can be used"
+            if (text := ": ".join(filter(None, (text, "; ".join(sorted(reasons)))))) != said:
                 said = text
                 self._tell(text)
             if stopped():
                 raise RunError("it was stopped before it began")
-            if time.monotonic() - began >= 2 * self._start_limit_s:
-                waited = duration_words(time.monotonic() - began)
-                raise RunError(f"cloud {name}: {text}, after {waited}: hvd-elastic cloud list")
-            time.sleep(_WAIT_S)
-
-    def take_event(self, event: ReadEvent) -> None:
-        """Take an event of the run, from which its progress is known."""
-        with self._changing:
-            self._measured.note_event(event)
-            match event:
-                case RunStarted():
-                    self._began = event.t
-                case Metrics(size=size, throughput=speed) if size and speed:
-                    self._slot_throughput = speed / size
-                case Warned(host_at_risk=host) if host:
-                    self._at_risk.add(host)
-                case AgentStarted(host=host):
-                    self._at_risk.discard(host)  # a new machine at the address of one that is gone
-
-    def _new_on_demand(self, number: int, held: Sequence[Machine]) -> int:
-        """Return how many of so many new machines may be on demand."""
-        asked = self._machines.definition
-        if not asked.spot:
-            return number
-        offers = self._machines.offers()
-        spot = sum(each.offer.spot for each in held)
-        deadline_s = None if self._objective is None else self._objective.deadline_s
-        need = MachineNeed(
-            asked.most,
-            spot,
-            len(held) - spot,
-            sum(each.offer.spot and each.address in self._at_risk for each in held),
-            left_s=math.inf if deadline_s is None else self._began + deadline_s - time.time(),
-            work_s=self._work_s(asked.most, offers),
-            start_s=self.start_s or MachineNeed.start_s,
-            budget=asked.budget,
-        )
-        plan = plan_machines(need, offers)
-        kind = plan.reason.partition(":")[0]
-        if plan.on_demand and kind != self._said:
-            self._tell(plan.reason)
-        self._said = kind
-        return max(0, plan.on_demand - need.on_demand)
-
-    def _work_s(self, machines: int, offers: Sequence[Offer]) -> float | None:
-        """Return how long the rest of the work takes on so many machines [s]; None: not known."""
-        target = None if self._objective is None else self._objective.target
-        slots = [min(each.slots for each in offers)] * machines
-        with self._changing:
-            goodput = self._measured.goodput(slots)
-            todo = self._measured.remaining(target, None)
-        if todo is None:
-            return None
-        # Without a noise scale, by the last throughput: then each example counts as useful.
-        best = self._slot_throughput * sum(slots) if goodput is None else float(goodput[-1])
-        return todo / best if best > 0 else None
+            waited_s = time.monotonic() - began
+            if waited_s >= 2 * self._start_limit_s or self.machines.left_s <= leave_before_s():
+                raise RunError(
+                    f"cloud {self.machines.definition.name}: {text}, after "
+                    f"{duration_words(waited_s)}: hvd-elastic cloud list"
+                )
+            if self._since:
+                wait_s = _WAIT_S
+            else:  # no capacity
+                began, wait_s = time.monotonic(), min(1.2 * wait_s, _LONGEST_WAIT_S)
+            time.sleep(wait_s)
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
-        self._machines.stop(grant_ids)
+        self._ending |= {*grant_ids}
+        self.machines.stop(grant_ids)
 
     def join_host(self, grant: Grant) -> None:
         with self._changing:
@@ -286,22 +273,27 @@ class CloudHosts:
             ids = [each.id for each in self._joined.values() if each.address == host]
         if ids:
             self._tell(f"{host} is drained, so its machine is ended")
-            self._machines.stop(ids)
+            self.cancel(ids)
 
-    def there(self, machine_id: str) -> Machine | None:
-        """Return a machine that has not ended, as of the last look."""
-        return self._there.get(machine_id)
+    def end(self) -> None:
+        """End the machines that the run or cluster has asked for; those of ``cloud up`` stay."""
+        by = self.machines.by
+        if tokens := self.machines.started_by(by):
+            ended = self.machines.end_all(tokens)
+            self._tell(f"{count(ended, 'machine')} of the {by.split()[0]} ended")
 
-    @property
-    def joined(self) -> int:
-        with self._changing:
-            return len(self._joined)
+    def stay(self) -> dict[str, str]:
+        """Have the machines stay up to their deadline; return why some cannot, by id."""
+        renewed = self._reach.renew(self.machines.live(), max(1.0, self.machines.left_s))
+        return {each: why for each, why in renewed.items() if why}
 
     def _write(self) -> None:
+        """Have the hostfile name the machines that have joined."""
         with self._changing:
             hosts = self._reach.hosts_of(self._joined.values())
-        if hosts:  # a hostfile that names none cannot be read; lost machines are found lost
+        if hosts != self._written and (hosts or self.may_be_none):
             write_hostfile(self._hostfile, hosts)
+            self._written = hosts
 
 
 class CloudSource(HostSource):
@@ -313,18 +305,23 @@ class CloudSource(HostSource):
     def hosts(self, environment: Mapping[str, str]) -> Hostfile:
         """Return the most machines that the run may get, under names of no meaning."""
         definition = self._folder.read()
-        offers = Machines(self._folder, provider_of(definition), _tell).offers()
+        offers = Machines(self._folder, definition.open_provider(), _tell).offers()
         offer = min(offers, key=lambda each: each.price or 0.0)
         numbers = range(1, definition.most + 1)
         hosts = [Host(f"machine{n}", slots=offer.slots, price=offer.price) for n in numbers]
         return Hostfile(tuple(hosts), f"cloud {definition.name}")
+
+    @property
+    def preemption(self) -> str | None:
+        """Return what ``--preemption`` takes for the machines; None: nothing."""
+        return self._folder.read().open_provider().preemption
 
     def adapt(self, spec: RunSpec) -> RunSpec:
         """Return the specification with the ssh configuration and the notices of the cloud."""
         definition = self._folder.read()
         config, preemption = spec.ssh_config, spec.preemption
         if spec.preemption_command is None:
-            preemption = preemption or provider_of(definition).preemption
+            preemption = preemption or self.preemption
         return replace(spec, ssh_config=config or definition.ssh_config, preemption=preemption)
 
     def lead(
@@ -344,58 +341,74 @@ def cloud_engine(
     Raises:
         RunError: another run uses the cloud, no machine can be had, or the run was stopped.
     """
-    tell = tell or _tell
-    definition, by = cloud.read(), f"run {folder.run_id}"
+    tell, by = tell or _tell, f"run {folder.run_id}"
     spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
-    with contextlib.closing(cloud.use(by)):
-        machines = Machines(cloud, provider_of(definition), tell, by)
-        hosts = CloudHosts(folder.hosts, machines, Reach(definition), tell, spec.objective)
-        offers = machines.offers()
-        slots = min(each.slots for each in offers)
-        least = max(1, definition.least, -(-spec.min_np // slots))
-        limits = limits_of(definition, offers, least)
-        growth = Growth(hosts, limits, spec, tell)
+    with using(cloud, by, folder.hosts, spec, tell, CloudHosts) as (hosts, growth):
         try:
-            hosts.begin_with(least, growth, lambda: bool([*folder.take_requests("stop")]))
-            with growing(growth, folder, tell), _watching(folder, hosts, machines, tell):
+            hosts.begin_with(growth, lambda: bool([*folder.take_requests("stop")]))
+            with growing(growth, folder, tell), _watching(folder, hosts, tell):
                 yield hosts
         finally:
-            if tokens := machines.started_by(by):
-                ended = machines.end_all(tokens)
-                tell(f"{count(ended, 'machine')} of the run ended")
+            hosts.end()
 
 
-def limits_of(definition: Definition, offers: Sequence[Offer], least: int) -> Limits:
-    """Return how far a run or cluster on a cloud grows."""
-    return Limits(
-        max(definition.most, least),
-        min(each.slots for each in offers),
-        leave_before_s=0.0,
-        give_back_after_s=setting_s("GIVE_BACK", _GIVE_BACK_AFTER_S),
-        least=least,
-        most_pending=definition.most,
-        look_s=setting_s("LOOK", _LOOK_S),
-    )
+_Hosts = TypeVar("_Hosts", bound=CloudHosts)
 
 
 @contextlib.contextmanager
-def _watching(
-    folder: RunFolder, hosts: CloudHosts, machines: Machines, tell: Callable[[str], None]
-) -> Iterator[None]:
+def using(
+    cloud: CloudFolder,
+    by: str,
+    hostfile: Path,
+    spec: RunSpec,
+    tell: Callable[[str], None],
+    kind: type[_Hosts],
+) -> Iterator[tuple[_Hosts, Growth]]:
+    """Yield the machines of a cloud as hosts of a run or cluster, and how their number changes.
+
+    Args:
+        by: the run or cluster, which alone uses the cloud in the block.
+        hostfile: where the hosts are written.
+
+    Raises:
+        RunError: somebody else uses the cloud, or it does not answer.
+    """
+    definition = cloud.read()
+    with contextlib.closing(cloud.use(by)):
+        machines = Machines(cloud, definition.open_provider(), tell, by)
+        slots = min(each.slots for each in machines.offers())
+        least = max(1, definition.least, -(-spec.min_np // slots))
+        limits = Limits(
+            max(definition.most, least),
+            slots,
+            leave_before_s=0.0,
+            give_back_after_s=setting_s("GIVE_BACK", _GIVE_BACK_AFTER_S),
+            least=least,
+            most_pending=definition.most,
+            look_s=setting_s("LOOK", _LOOK_S),
+        )
+        hosts = kind(hostfile, machines, Reach(definition), tell, spec.objective)
+        hosts.least, hosts.slots = least, slots
+        yield hosts, Growth(hosts, limits, spec, tell)
+
+
+@contextlib.contextmanager
+def _watching(folder: RunFolder, hosts: CloudHosts, tell: Callable[[str], None]) -> Iterator[None]:
     """End the machine of each host that is drained, and stop the run before the deadline."""
     follower = folder.follow_events()
     for event in follower.poll():  # what an earlier leader has seen
-        hosts.take_event(event)
+        hosts.needs.take_event(event)
 
     def look() -> bool:
         for event in follower.poll():
-            hosts.take_event(event)
+            hosts.needs.take_event(event)
             if isinstance(event, HostDrained):
-                with contextlib.suppress(RunError):  # its lease ends it
+                with contextlib.suppress(RunError):  # tried again
                     hosts.stop_host(event.host)
-        if machines.left_s > leave_before_s():
+        left_s = hosts.machines.left_s
+        if left_s > leave_before_s():
             return False
-        tell(f"the machines end in {duration_words(max(0.0, machines.left_s))}: the run stops")
+        tell(f"the machines end in {duration_words(max(0.0, left_s))}: the run stops")
         with contextlib.suppress(RunError):  # of a full disk: tried again
             folder.send_request("stop", {"reason": StopCause.MACHINES.value})
             return True

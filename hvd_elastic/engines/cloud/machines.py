@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from hvd_elastic.engines.cloud.ladder import LEFT_OUT_S, Ladder
 from hvd_elastic.engines.cloud.lease import LEASE_S, user_data
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
@@ -29,9 +29,12 @@ from hvd_elastic.engines.cloud.provider import (
 )
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count, duration_words
-from hvd_elastic.policy.spot import slot_price
+from hvd_elastic.formatting import count
+from hvd_elastic.policy.spot import MachinePlan, next_order, useful_pools
 
+LEFT_OUT_S = 600.0
+"""How long a pool without capacity is not asked again [s]; AWS ParallelCluster waits as long."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 _SETTLE_S = 30.0
 """How long after an order a list without its machines is not believed [s]."""
 _OFFERS_S = 300.0
@@ -41,6 +44,52 @@ _TRIES = 8
 """How often a call that fails is repeated while machines are being ended."""
 _REFUSED = (CapacityError, QuotaError, ThrottledError, UnsupportedError, CredentialsError)
 """Errors after which it is certain that nothing was started."""
+
+
+class Ladder:
+    """Knows which pools are left out, and since when nothing at all may be asked.
+
+    What is left out depends on what was said: one pool (no capacity), all zones of a type (a quota
+    is for a region), both markets of a type in a zone (the type does not exist there), or
+    everything for a pause that doubles each time (too many calls).
+
+    Args:
+        left_out_s: how long a pool is left out [s].
+    """
+
+    def __init__(self, left_out_s: float = LEFT_OUT_S) -> None:
+        self._left_out_s = left_out_s
+        self._refusals: dict[tuple[str, str, bool | None], tuple[float, str]] = {}
+        """Until when and why pools are left out, by type, zone and market."""
+        self.not_before = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    def refused(self, offer: Offer, error: CloudError, now: float) -> None:
+        """Take a refusal into account."""
+        if isinstance(error, ThrottledError):
+            self.not_before = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            return
+        zone = "" if isinstance(error, QuotaError) else offer.zone
+        spot = None if isinstance(error, UnsupportedError) else offer.spot
+        self._refusals[offer.type, zone, spot] = now + self._left_out_s, str(error)
+
+    def started(self) -> None:
+        """Take into account that the cloud has started machines."""
+        self._pause_s = _FIRST_PAUSE_S
+
+    def why_not(self, offer: Offer, now: float) -> str:
+        """Return why a pool is left out; empty: it may be asked."""
+        zone, spot = offer.zone, offer.spot
+        for key in ((offer.type, zone, spot), (offer.type, "", spot), (offer.type, zone, None)):
+            until, why = self._refusals.get(key, (now, ""))
+            if until > now:
+                return why
+        return ""
+
+    def usable(self, offers: Sequence[Offer], now: float) -> list[Offer]:
+        """Return the pools that may be asked."""
+        return [offer for offer in offers if not self.why_not(offer, now)]
 
 
 class Machines:
@@ -62,7 +111,7 @@ class Machines:
         by: str = "",
         definition: Definition | None = None,
     ) -> None:
-        self.folder, self._provider, self._tell, self._by = folder, provider, tell, by
+        self.folder, self._provider, self._tell, self.by = folder, provider, tell, by
         self.definition = definition or folder.read()
         self.lease_s = setting_s("LEASE", LEASE_S)
         self._settle_s = setting_s("SETTLE", _SETTLE_S)
@@ -90,19 +139,25 @@ class Machines:
             CloudError: the provider does not answer.
             RunError: what is written of them cannot be read.
         """
-        intents = self.folder.intents()  # before the list, which may miss what is ordered meanwhile
+        # Both before the list: it may miss what is ordered meanwhile, and its answer may come late.
+        intents = self.folder.intents()
+        settled = {intent.token for intent in intents if self._is_settled(intent)}
         machines = {each.id: each for each in self._provider.list(self.tags)}
         for intent in intents:
-            self._settle(intent, machines)
+            self._settle(intent, machines, is_settled=intent.token in settled)
         return [each for each in machines.values() if each.state != "ended"]
 
-    def _settle(self, intent: Intent, machines: dict[str, Machine]) -> None:
+    def live(self) -> list[Machine]:
+        """Return the machines that start or run; errors as of :meth:`look`."""
+        return [each for each in self.look() if each.is_live]
+
+    def _settle(self, intent: Intent, machines: dict[str, Machine], *, is_settled: bool) -> None:
         """Compare an order with the list: add what is not shown yet, forget what has ended."""
         found = {each.id for each in machines.values() if each.tags.get("token") == intent.token}
-        if not self._is_settled(intent):
+        if not is_settled:
             for each in set(intent.ids or ()) - machines.keys():
                 tags = {**self.tags, "token": intent.token}
-                machines[each] = Machine(each, "starting", "", Offer(intent.offer), tags)
+                machines[each] = Machine(each, "starting", "", intent.offer, tags)
             return
         if intent.ids is None and found:
             self.folder.answer(intent, tuple(sorted(found)))
@@ -134,108 +189,103 @@ class Machines:
             asked = self.definition
             found = self._provider.offers(asked.types, asked.zones, asked.spot)
             slots = asked.slots
+            if not found:
+                raise UnsupportedError(f"no pool has machines of type {', '.join(asked.types)}")
             self._offers = tuple(
                 found if slots is None else (replace(o, slots=slots) for o in found)
             )
             self._offers_until = time.monotonic() + _OFFERS_S
         return self._offers
 
-    def plan(self, number: int, on_demand: int) -> list[tuple[Offer, int]]:
+    def preview(self, number: int, plan: MachinePlan) -> list[tuple[Offer, int]]:
         """Return what :meth:`start` would start if every pool had enough, and start nothing."""
-        planned: list[tuple[Offer, int]] = []
-        started: list[Machine] = []
-        for offer, most in self._pools(number, (), started, on_demand):
-            planned.append((offer, most))
-            started += [Machine("", "starting", "", offer)] * most
-        return planned
+        found: list[tuple[Offer, int]] = []
+        planned: list[Machine] = []
+        while order := self._next_order(plan, planned, number - len(planned), ()):
+            found.append(order)
+            planned += [Machine("", "starting", "", order[0])] * order[1]
+        return found
 
-    def start(self, number: int, held: Sequence[Machine], on_demand: int) -> list[Machine]:
+    def start(self, number: int, held: Sequence[Machine], plan: MachinePlan) -> list[Machine]:
         """Start up to so many machines, pool by pool, and return those that were started.
 
         Args:
             held: the machines that there are.
-            on_demand: how many of the new ones may be on demand.
+            plan: how many of each kind there may be afterwards.
 
         Raises:
-            CloudError: none could be started; says why of each pool.
+            CapacityError: none can be had now, but later there may be some; says why of each pool.
+            CloudError: none can be had at all, in the same words.
             CredentialsError: no call can succeed.
             RunError: an order cannot be written down, or the machines are being ended.
         """
         if self._ladder.not_before > time.monotonic():
-            raise ThrottledError(self._throttled_words())
+            raise ThrottledError("too many calls: machines are asked for again after a pause")
         started: list[Machine] = []
-        told: dict[str, None] = {}
-        for offer, most in self._pools(number, held, started, on_demand):
+        refused: dict[Offer, CloudError] = {}
+        while order := self._next_order(
+            plan, [*held, *started], number - len(started), refused.keys()
+        ):
+            offer, most = order
             try:
                 got = self._order(offer, most)
+                started += got
+                self._ladder.started()
+                if len(got) < most:
+                    raise CapacityError(f"it had {len(got)} of {most}")
             except CredentialsError:
                 raise
             except CloudError as error:
+                refused[offer] = error
                 self._ladder.refused(offer, error, time.monotonic())
-                told[f"{offer.name}: {error}"] = None
                 self._tell(f"{offer.name}: {error}")
                 if isinstance(error, ThrottledError):
                     break
-                continue
-            self._ladder.started()
-            started += got
-            if len(got) < most:
-                short = CapacityError(f"it had {len(got)} of {most}")
-                self._ladder.refused(offer, short, time.monotonic())
-                self._tell(f"{offer.name}: {short}")
         if not started and number:
             now = time.monotonic()
-            for offer in self.offers():
-                if why := self._ladder.why_not(offer, now):
-                    told.setdefault(f"{offer.name}: {why}")
-            raise CapacityError(f"no machine can be had now: {'; '.join(told) or self._no_pool()}")
+            reasons = dict.fromkeys(
+                f"{offer.name}: {why}"
+                for offer in self.offers()
+                if (why := refused.get(offer) or self._ladder.why_not(offer, now))
+            )
+            why_none = "; ".join(reasons) or self._no_pool(held)
+            kinds = [type(error) for error in refused.values()] if reasons else [UnsupportedError]
+            busy = not kinds or {CapacityError, ThrottledError} & {*kinds}
+            kind = CapacityError if busy else kinds[0]
+            raise kind(f"no machine can be had now: {why_none}")
         return started
 
-    def _no_pool(self) -> str:
+    def _next_order(
+        self,
+        plan: MachinePlan,
+        held: Sequence[Machine],
+        number: int,
+        without: Collection[Offer],
+    ) -> tuple[Offer, int] | None:
+        """Return the pool to ask now, and for how many machines; None: no pool is of use."""
+        offers = {_pool(offer): offer for offer in self.offers()}
+        # A machine is of the pool that it came from, whose price may be another one now.
+        there = Counter(offers.get(_pool(each.offer), each.offer) for each in held)
+        usable = self._ladder.usable([*offers.values()], time.monotonic())
+        budget = self.definition.budget
+        if budget is not None:
+            budget -= sum(each.offer.price or 0.0 for each in held)
+        usable = [offer for offer in usable if offer not in without]
+        return next_order(plan, usable, there, number, budget)
+
+    def _no_pool(self, held: Sequence[Machine]) -> str:
         asked = self.definition
+        if len(held) >= asked.most:
+            return f"{count(len(held), 'machine')} of at most {asked.most} are there"
         if asked.budget is not None and all(offer.price is None for offer in self.offers()):
             return f"no price is known, so that --budget {asked.budget:g} allows none"
         if asked.budget is not None:
             return f"every pool would exceed --budget {asked.budget:g} an hour"
         if asked.spot and not any(offer.spot for offer in self.offers()):
             return f"there are no spot machines of type {', '.join(asked.types)}"
-        return f"no pool has the types {', '.join(asked.types)}"
-
-    def _throttled_words(self) -> str:
-        left_s = self._ladder.not_before - time.monotonic()
-        return f"too many calls: nothing is asked for {duration_words(left_s)}"
-
-    def _pools(
-        self, number: int, held: Sequence[Machine], started: Sequence[Machine], on_demand: int
-    ) -> Iterator[tuple[Offer, int]]:
-        """Yield the pools to ask one after another, each with how many machines to ask for.
-
-        Spot machines are spread over the pools first, since a pool loses its machines together.
-        """
-        usable = self._ladder.usable(self.offers(), time.monotonic())
-        pools = sorted(usable, key=lambda offer: _rank(offer, held))
-        spot = [offer for offer in pools if offer.spot]
-        shares = [(offer, 1 / (len(spot) - at)) for at, offer in enumerate(spot)]
-        for offer, part in [*shares, *((offer, 1.0) for offer in pools)]:
-            if self._ladder.why_not(offer, time.monotonic()):
-                continue
-            missing = number - len(started)
-            if not offer.spot:
-                missing = min(missing, on_demand - sum(not each.offer.spot for each in started))
-            most = min(math.ceil(missing * part), self._affordable(offer, [*held, *started]))
-            if most > 0:
-                yield offer, most
-
-    def _affordable(self, offer: Offer, held: Sequence[Machine]) -> int:
-        """Return how many machines of a pool the budget allows beside those held."""
-        if self.definition.budget is None:
-            return self.definition.most
-        if offer.price is None:
-            return 0  # nobody knows what it would cost
-        if offer.price == 0:
-            return self.definition.most
-        spent = sum(each.offer.price or 0.0 for each in held)
-        return math.floor((self.definition.budget - spent) / offer.price + 1e-9)
+        if asked.spot and not useful_pools(self.offers(), spot=True):
+            return "spot machines cost as much as those on demand"
+        return "only the deadline of the run allows machines on demand"
 
     def _order(self, offer: Offer, number: int) -> list[Machine]:
         """Send an order that is on disk before."""
@@ -249,7 +299,7 @@ class Machines:
                     f"{self.definition.name}, then cloud up with a new --max-hours"
                 )
             token = secrets.token_hex(16)
-            intent = Intent(token, offer.name, number, time.time(), self._by)
+            intent = Intent(token, offer, number, time.time(), self.by)
             deadline = datetime.fromtimestamp(self.definition.deadline, timezone.utc)
             tags = {**self.tags, "token": token, "deadline": deadline.isoformat(timespec="seconds")}
             script = user_data(
@@ -308,46 +358,39 @@ class Machines:
             CloudError: the provider does not answer, so that machines may still be there.
         """
         ended: set[str] = set()
-        asked: dict[str, float] = {}
-        fails, wait_s, said = 0, _POLL_S, -1
+        due_at: dict[str, float] = {}
+        fails, wait_s, said = 0, _POLL_S, ""
         while True:
             try:
-                left = [m for m in self.look() if tokens is None or m.tags.get("token") in tokens]
+                left = {
+                    m.id for m in self.look() if tokens is None or m.tags.get("token") in tokens
+                }
                 now = time.monotonic()
-                due = [m.id for m in left if now >= asked.get(m.id, -math.inf)]
-                if due:
+                if due := [each for each in left if now >= due_at.get(each, now)]:
                     self._provider.stop(due)
                     # Asked again now and then: some start after they were told to stop.
-                    asked |= dict.fromkeys(due, now + 3 * _LONGEST_POLL_S)
-                fails = 0
+                    due_at |= dict.fromkeys(due, now + 3 * _LONGEST_POLL_S)
             except CredentialsError:
                 raise
             except CloudError as error:
-                fails += 1
+                fails, text = fails + 1, f"{error}; trying again"
                 if fails == _TRIES:
                     raise CloudError(
                         f"machines may still be running, since the cloud does not answer: {error}. "
                         f"Repeat it: hvd-elastic cloud down {self.definition.name}"
                     ) from error
-                self._tell(f"{error}; trying again")
-                time.sleep(wait_s := min(2 * wait_s, _LONGEST_POLL_S))
-                continue
-            ended |= {each.id for each in left}
-            open_orders = [
-                intent
-                for intent in self.folder.intents()
-                if intent.ids is None and (tokens is None or intent.token in tokens)
-            ]
-            if not left and not open_orders:
-                return len(ended)
-            if len(left) != said and left:
-                said = len(left)
-                self._tell(f"{count(said, 'machine')} to end")
-            elif not left and said:
-                said = 0
-                self._tell("an order was not answered: looking for its machines")
+            else:
+                ended |= left
+                fails, text = 0, f"{count(len(left), 'machine')} to end"
+                if not left:
+                    text = "an order was not answered: looking for its machines"
+                    unanswered = {each.token for each in self.folder.intents() if each.ids is None}
+                    if not (unanswered if tokens is None else unanswered & {*tokens}):
+                        return len(ended)
+            if text != said:
+                self._tell(said := text)
             time.sleep(wait_s)
-            wait_s = min(1.2 * wait_s, _LONGEST_POLL_S)
+            wait_s = min((2.0 if fails else 1.2) * wait_s, _LONGEST_POLL_S)
 
     def mark_ending(self) -> None:
         """Have nobody start machines of this cloud from now on."""
@@ -356,8 +399,5 @@ class Machines:
             self.folder.write(self.definition)
 
 
-def _rank(offer: Offer, held: Sequence[Machine]) -> tuple[bool, int, float]:
-    """Return the place of a pool: spot first, then with the fewest machines, then the cheapest."""
-    pool = (offer.type, offer.zone, offer.spot)
-    there = sum((m.offer.type, m.offer.zone, m.offer.spot) == pool for m in held)
-    return not offer.spot, there if offer.spot else 0, slot_price(offer)
+def _pool(offer: Offer) -> tuple[str, str, bool]:
+    return offer.type, offer.zone, offer.spot

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, UsageError
 
 TAG_PREFIX = "hvd-elastic:"
 """What the key of each tag begins with at a provider whose tags are shared by all programs."""
@@ -76,7 +76,8 @@ class Order:
         offer: the pool.
         count: how many machines to start at most; the provider may start fewer.
         token: unique to this order. A provider that sees it again starts nothing new.
-        tags: what the machines are labelled with in the same call, see :data:`TAGS`.
+        tags: what the machines are labelled with in the same call: ``cloud`` (its name),
+            ``owner``, ``token`` and ``deadline`` (ISO 8601 time in UTC).
         user_data: script that the machine runs as root when it boots.
         max_s: time after boot at which the machine must have ended [s].
     """
@@ -87,11 +88,6 @@ class Order:
     tags: Mapping[str, str]
     user_data: str
     max_s: float
-
-
-TAGS = ("cloud", "owner", "token", "deadline")
-"""Tags of each machine: name of its cloud, whose it is, the token of its order, and its deadline as
-ISO 8601 time in UTC."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +124,9 @@ class Provider(Protocol):
     """Starts, lists and stops machines. All calls may raise :class:`CloudError`.
 
     Attributes:
-        name: its name on the command line.
         preemption: what ``--preemption`` takes for its machines; None: nothing.
     """
 
-    name: ClassVar[str]
     preemption: str | None
 
     def offers(self, types: Sequence[str], zones: Sequence[str], spot: bool) -> Sequence[Offer]:
@@ -162,3 +156,21 @@ class Provider(Protocol):
 
     def stop(self, ids: Sequence[str]) -> None:
         """Have machines terminated for good. One that has ended already, or is unknown, is well."""
+
+
+def provider_named(name: str, settings: Mapping[str, str]) -> Provider:
+    """Return a provider.
+
+    Raises:
+        UsageError: there is none of that name, or its settings are not valid.
+        CloudError: it cannot be used, such as without credentials.
+    """
+    if name == "command":
+        from hvd_elastic.engines.cloud.command import CommandProvider
+
+        return CommandProvider(settings)
+    if name == "aws":
+        from hvd_elastic.engines.cloud.aws import AwsProvider
+
+        return AwsProvider(settings)
+    raise UsageError(f"--provider {name!r} is not known; valid: aws, command")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.engines.cloud.lease import renew_lease
 from hvd_elastic.engines.cloud.provider import Machine
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition
 from hvd_elastic.errors import SshError
-from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host, write_hostfile
@@ -21,7 +19,6 @@ from hvd_elastic.hosts.route import own_known_hosts
 from hvd_elastic.hosts.ssh import connect, read_host_key
 
 _CONNECT_S = 5.0
-_POLL_S = 2.0
 _LIMIT_S = 30.0
 """Time limit for all that is done on a machine at a time [s]."""
 
@@ -144,49 +141,3 @@ class Reach:
             state = KeyState.UNKNOWN
         if state is KeyState.UNKNOWN:
             remember(path, [(name, key)])
-
-    def wait(
-        self,
-        look: Callable[[], Sequence[Machine]],
-        ids: Sequence[str],
-        lease_s: float,
-        limit_s: float,
-        tell: Callable[[str], None],
-    ) -> tuple[list[Machine], Mapping[str, str]]:
-        """Wait until machines can be used.
-
-        Args:
-            look: returns all machines of the cloud.
-            ids: the machines to wait for.
-            lease_s: their lease from then on [s].
-            limit_s: how long they may take [s].
-
-        Returns:
-            Those that can be used, and by the id of each other one why it cannot.
-        """
-        ready: dict[str, Machine] = {}
-        why = dict.fromkeys(ids, "it has not started")
-        ends, said = time.monotonic() + limit_s, ""
-        while True:
-            there = {each.id: each for each in look()}
-            for each in [each for each in why if each in there and there[each].is_live]:
-                why[each] = f"it is {there[each].state}"
-            gone = [each for each in why if each not in there or not there[each].is_live]
-            waiting = [there[each] for each in why if each not in gone]
-            running = [each for each in waiting if each.state == "running"]
-            for each, reason in self.renew(running, lease_s).items():
-                why[each] = reason
-                if not reason:
-                    ready[each] = there[each]
-                    del why[each]
-            reasons = "; ".join(sorted(set(why.values())))
-            text = f"{len(ready)} of {count(len(ids), 'machine')} can be used"
-            if (text := f"{text}: {reasons}" if reasons else text) != said:
-                said = text
-                tell(text)
-            for each in gone:
-                machine = there.get(each)
-                why[each] = (machine.why if machine else "") or "it has ended by itself"
-            if not set(why) - {*gone, *self.unfit} or time.monotonic() >= ends:
-                return list(ready.values()), why
-            time.sleep(_POLL_S)

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from hvd_elastic.config import home
+from hvd_elastic.engines.cloud.provider import Offer, Provider, provider_named
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import lock_held, take_lock
@@ -72,6 +73,10 @@ class Definition:
     deadline: float = 0.0
     ending: bool = False
 
+    def open_provider(self) -> Provider:
+        """Return the provider; errors as of :func:`.provider.provider_named`."""
+        return provider_named(self.provider, self.settings)
+
 
 @dataclass(frozen=True)
 class Intent:
@@ -79,7 +84,7 @@ class Intent:
 
     Attributes:
         token: its token, a tag of its machines.
-        offer: the offer in words.
+        offer: the pool, with the price at that time.
         count: how many machines were asked for.
         at: when [Unix s].
         by: run or cluster that has asked; empty: ``cloud up``.
@@ -87,7 +92,7 @@ class Intent:
     """
 
     token: str
-    offer: str
+    offer: Offer
     count: int
     at: float
     by: str = ""
@@ -160,6 +165,7 @@ class CloudFolder:
             RunError: another one holds it.
         """
         path = self.path / "user"
+        private_folder(self.path / _ORDERS)
         lock = take_lock(path)
         if lock is None:
             raise RunError(

@@ -153,13 +153,21 @@ class Kubectl:
         return found
 
 
+_LOG = re.compile(r"[EFIW]\d{4} \d\d:\d\d:")
+"""Begin of a line of kubectl's own log, which is on its stderr too."""
+
+
 def _with_advice(said: str) -> str:
-    """Return the last words of kubectl with what to do.
+    r"""Return the last words of kubectl with what to do.
 
     >>> _with_advice('Error from server (NotFound): namespaces "ml" not found')
     'namespaces "ml" not found. kubectl get namespaces lists those that there are'
+    >>> _with_advice('E1129 14:33:18.4 230 memcache.go:265] "Unhandled Error"\nit was refused')
+    'it was refused'
     """
-    text = " ".join(said.strip().split("\n")[-2:]) or "it says nothing"
+    lines = said.strip().split("\n")
+    text = " ".join(([each for each in lines if not _LOG.match(each)] or lines)[-2:])
+    text = text or "it says nothing"
     text = re.sub(r"^(error: |Error from server \(\w+\): )+", "", text).strip().rstrip(".")
     advice = next((each for pattern, each in _ADVICE if re.search(pattern, said)), "")
     return f"{text}. {advice}" if advice else text

@@ -40,6 +40,7 @@ class Pods:
     """
 
     host_word = grant_word = "pod"
+    start_s: float | None = None
     hosts: tuple[str, ...] = ()
     """All hosts are pods that were asked for."""
 

@@ -59,6 +59,7 @@ class SlurmOwner:
     """
 
     host_word, grant_word = "node", "job"
+    start_s: float | None = None
 
     def __init__(
         self, engine: SlurmEngine, submission: Submission, call_slurm: Callable[..., str] = call

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_elastic.formatting import count, duration_words
-from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, Job
 from hvd_elastic.policy.schedule.placement import Wish, mean_slowness, place_jobs
 from hvd_elastic.policy.schedule.room import Room
+from hvd_elastic.policy.snapshot import HostOffer
 
 
 def choose_options(
@@ -86,7 +87,7 @@ class Weights:
 
 
 def decide(
-    jobs: Sequence[Job], hosts: Sequence[HostSlots], now: float, weights: Weights | None = None
+    jobs: Sequence[Job], hosts: Sequence[HostOffer], now: float, weights: Weights | None = None
 ) -> dict[str, Assignment]:
     """Return the slots of every job, with reasons.
 
@@ -199,7 +200,7 @@ class _Cluster:
         parts: numbers of slots of a part of a host.
     """
 
-    def __init__(self, hosts: Sequence[HostSlots]) -> None:
+    def __init__(self, hosts: Sequence[HostOffer]) -> None:
         self.slowness = {host.name: host.slowness for host in hosts}
         self.names = self.slowness.keys()
         slots = sorted((host.slots for host in hosts), reverse=True)

@@ -12,19 +12,6 @@ Allocation = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class HostSlots:
-    """A host of the cluster.
-
-    Attributes:
-        slowness: time of a pass relative to a reference host.
-    """
-
-    name: str
-    slots: int
-    slowness: float = 1.0
-
-
-@dataclass(frozen=True)
 class Job:
     """A job as the scheduler knows it.
 

@@ -9,8 +9,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvd_elastic.policy.schedule.jobs import Allocation, HostSlots
+from hvd_elastic.policy.schedule.jobs import Allocation
 from hvd_elastic.policy.schedule.room import Room, spread
+from hvd_elastic.policy.snapshot import HostOffer
 
 _STAYS = 1.2
 """Weight of being on a fast host already, so that two similar jobs do not swap hosts for ever."""
@@ -40,7 +41,7 @@ class Wish:
     hosts: Collection[str] | None = None
 
 
-def place_jobs(wishes: Mapping[str, Wish], hosts: Sequence[HostSlots]) -> dict[str, Allocation]:
+def place_jobs(wishes: Mapping[str, Wish], hosts: Sequence[HostOffer]) -> dict[str, Allocation]:
     """Return the slots of each job on each host.
 
     A job that keeps its number of slots keeps its hosts, unless a larger job would else be split
@@ -79,7 +80,7 @@ class _Placement:
     def __init__(
         self,
         wishes: Mapping[str, Wish],
-        hosts: Sequence[HostSlots],
+        hosts: Sequence[HostOffer],
         limited: Mapping[str, Sequence[str]],
     ) -> None:
         self._wishes = wishes

@@ -6,16 +6,17 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Assignment, Job
 from hvd_elastic.policy.schedule.placement import Wish, place_jobs
 from hvd_elastic.policy.schedule.room import Room
+from hvd_elastic.policy.snapshot import HostOffer
 
-Policy = Callable[[Sequence[Job], Sequence[HostSlots], float], Mapping[str, Assignment]]
+Policy = Callable[[Sequence[Job], Sequence[HostOffer], float], Mapping[str, Assignment]]
 """Jobs that run or wait, hosts that may be used and time [s] to the slots of each job."""
 
 
 def first_come_first_served(
-    jobs: Sequence[Job], hosts: Sequence[HostSlots], _now: float
+    jobs: Sequence[Job], hosts: Sequence[HostOffer], _now: float
 ) -> Mapping[str, Assignment]:
     """Return the fewest slots of each job, in the order of submission, until one does not fit.
 
@@ -35,7 +36,7 @@ def first_come_first_served(
 
 
 def equal_shares(
-    jobs: Sequence[Job], hosts: Sequence[HostSlots], _now: float
+    jobs: Sequence[Job], hosts: Sequence[HostOffer], _now: float
 ) -> Mapping[str, Assignment]:
     """Return the fewest slots of each job, and the rest one by one to the job with the fewest."""
     room = Room.of({job.name: job for job in jobs}, hosts)
@@ -57,7 +58,7 @@ def equal_shares(
 
 
 def place(
-    jobs: Sequence[Job], hosts: Sequence[HostSlots], wanted: Mapping[str, int], reason: str
+    jobs: Sequence[Job], hosts: Sequence[HostOffer], wanted: Mapping[str, int], reason: str
 ) -> Mapping[str, Assignment]:
     """Return the hosts of the wanted number of slots of each job; without a number it waits.
 

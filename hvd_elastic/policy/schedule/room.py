@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from hvd_elastic.policy.schedule.jobs import Allocation, HostSlots
+from hvd_elastic.policy.schedule.jobs import Allocation
+from hvd_elastic.policy.snapshot import HostOffer
 
 
 class _Holder(Protocol):
@@ -39,7 +40,7 @@ class Room:
         """Hosts of the jobs that may not have all of them."""
 
     @classmethod
-    def of(cls, jobs: Mapping[str, _Holder], hosts: Sequence[HostSlots]) -> Room:
+    def of(cls, jobs: Mapping[str, _Holder], hosts: Sequence[HostOffer]) -> Room:
         """Return the room of jobs by name; one that cannot be moved has no other hosts."""
         slots = {host.name: host.slots for host in hosts}
         hosts_of = {name: job.hosts for name, job in jobs.items()}

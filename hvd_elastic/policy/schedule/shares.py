@@ -14,14 +14,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Assignment, Job
 from hvd_elastic.policy.schedule.policies import Policy
+from hvd_elastic.policy.snapshot import HostOffer
 
 _LAG = 1 / 1000
 """Time without a slot of the share that multiplies the worth of a user's jobs by e, as a part of
 the half-life. Less makes jobs wait longer; more lets use and share differ for longer."""
 _LEAST_LAG_S = 60.0
-"""The least such time [s], so that slots do not change hands at each decision."""
+"""The least such time [s]: jobs keep their slots for about as long."""
+_SLACK = 1.0
+"""How far the lag of a user may move, in such times, until the worth of the user's jobs follows:
+else jobs of equal worth would take turns at each decision."""
 _MOST = 16.0
 """Largest such factor."""
 _FORGOTTEN_SLOT_S = 1.0
@@ -87,6 +91,8 @@ class Shares:
         self.uses: dict[str, Use] = {}
         self._asked: Mapping[str, int] = {}
         """Slots that the jobs of each user could use at the last decision."""
+        self._followed: dict[str, float] = {}
+        """Lag by which the jobs of each user are worth more; at most the slack off the real one."""
         self._at: float | None = None
 
     def count_use(self, now: float, held: Mapping[str, int]) -> None:
@@ -139,10 +145,13 @@ class Shares:
         Args:
             capacity: slots of the cluster.
         """
-        most = math.log(_MOST)
-        return {
-            user: math.exp(min(max(lag, 0.0), most)) for user, lag in self.lags(capacity).items()
+        before = self._followed
+        self._followed = {
+            user: min(max(before.get(user, 0.0), lag - _SLACK), lag + _SLACK)
+            for user, lag in self.lags(capacity).items()
         }
+        most = math.log(_MOST)
+        return {user: math.exp(min(max(lag, 0.0), most)) for user, lag in self._followed.items()}
 
     def policy(self, choose: Policy) -> Policy:
         """Return a policy that gives users their shares: ``choose`` with other priorities.
@@ -151,7 +160,7 @@ class Shares:
         """
 
         def choose_by_share(
-            jobs: Sequence[Job], hosts: Sequence[HostSlots], now: float
+            jobs: Sequence[Job], hosts: Sequence[HostOffer], now: float
         ) -> Mapping[str, Assignment]:
             asked, numbers, priorities = Counter[str](), Counter[str](), Counter[str]()
             for job in jobs:

@@ -18,8 +18,8 @@ from hvd_elastic.hosts.hostfile import expand_hosts
 from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.policy.evidence import Evidence, replay
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.policies import Policy
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.cluster import ClusterSummary, JobRecord
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
@@ -75,7 +75,7 @@ class History:
     """
 
     jobs: list[PastJob]
-    hosts: list[HostSlots]
+    hosts: list[HostOffer]
     left_out: int
 
     @property
@@ -84,10 +84,10 @@ class History:
         ends = [job.submitted_s + job.took_s for job in self.jobs]
         return max(ends) - min(job.submitted_s for job in self.jobs)
 
-    def hosts_with(self, added: int) -> list[HostSlots]:
+    def hosts_with(self, added: int) -> list[HostOffer]:
         """Return the hosts and some more, each like the commonest of them."""
         common = statistics.mode(host.slots for host in self.hosts)
-        more = [HostSlots(f"added{number + 1}", common) for number in range(added)]
+        more = [HostOffer(f"added{number + 1}", common) for number in range(added)]
         return [*self.hosts, *more]
 
 
@@ -107,13 +107,13 @@ def read_history(cluster: ClusterSummary) -> History:
             f"no job of cluster {cluster.name} has succeeded yet, so there is no history to "
             "simulate; see: hvd-elastic queue --all"
         )
-    hosts = [HostSlots(name, slots) for name, slots in cluster.hosts.items()]
+    hosts = [HostOffer(name, slots) for name, slots in cluster.hosts.items()]
     return History(past, hosts, len(cluster.jobs) - len(past))
 
 
 def simulate_history(
     history: History,
-    hosts: Sequence[HostSlots],
+    hosts: Sequence[HostOffer],
     interval_s: float | None = None,
     rescale_s: float | None = None,
     policy: Policy = decide,
@@ -147,7 +147,7 @@ def simulate_history(
 class _RepeatedJob(JobInTime):
     """A past job that runs again, on hosts that it asked for; on any if they are not there."""
 
-    def __init__(self, past: PastJob, hosts: Sequence[HostSlots]) -> None:
+    def __init__(self, past: PastJob, hosts: Sequence[HostOffer]) -> None:
         super().__init__(past.name, past.submitted_s)
         self.priority, self._start_s, self._warm_s = past.priority, past.start_s, past.warm_s
         own = [host for host in hosts if past.hosts is not None and host.name in past.hosts]

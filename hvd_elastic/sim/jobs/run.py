@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Assignment, Job
+from hvd_elastic.policy.snapshot import HostOffer
 
 
 class JobInTime(ABC):
@@ -303,7 +304,7 @@ def _wait_s(
     return longest
 
 
-def queue_events(outcome: Outcome, hosts: Sequence[HostSlots]) -> Iterator[dict[str, Any]]:
+def queue_events(outcome: Outcome, hosts: Sequence[HostOffer]) -> Iterator[dict[str, Any]]:
     """Yield what happened as the events that a real queue writes, in their order."""
     yield {"t": 0.0, "kind": "cluster_hosts", "hosts": {host.name: host.slots for host in hosts}}
     ends = {job: outcome.submitted_s[job] + took_s for job, took_s in outcome.completion_s.items()}

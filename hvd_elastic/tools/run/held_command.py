@@ -148,14 +148,19 @@ class HeldCommand:
         Raises:
             TimeoutError: it is still running.
             NotHeldError: the holder did not start, for example without Python on the host.
-            SshError: the command could not be started: no such folder, sudo asks for a password, ….
+            SshError: the command could not be started: no such folder, sudo asks for a password, …;
+                or it is not known whether it was.
         """
         status = self._process.wait(timeout_s)
-        if self._said is None:
-            # The holder's message, or the shell's error, may still be on its way.
-            self._process.wait_drained(DRAIN_S)
+        # The holder's message, or the shell's error, may still be on its way.
+        is_all = self._said is not None or self._process.wait_drained(DRAIN_S)
         if self._said == STARTED or (self._said is None and status < 0):
             return status
+        if self._said is None and not is_all:  # a second start might be one too many
+            raise SshError(
+                f"host {self._host}: it is not known whether the command has run, since its output "
+                f"has not arrived (exit status {status}). Look there before you repeat it"
+            )
         raise self._why_not(status)
 
     def wait_drained(self, timeout_s: float) -> bool:

@@ -40,21 +40,28 @@ STEPS = 3
 WAIT_S = 200.0
 
 
+def wait_for(size, mark):
+    """Wait until so many ranks train or are about to, the first time."""
+    worker = context.current().worker
+    end = time.monotonic() + WAIT_S
+    while not mark.exists() and time.monotonic() < end:
+        if worker.size >= size:
+            mark.touch()
+        link = worker.link
+        if worker.wants_change or (link and link.aborted(worker.generation)):
+            return
+        time.sleep(0.01)
+
+
 def join():
     """Have a worker join after a step, and wait until it is about to."""
+    wait_for(2, folder / "both")  # on a busy machine one may be late for the start
     worker, joined = context.current().worker, folder / "joined"
-    if worker.progress.step < plan["join"] or joined.exists():
+    if "join" not in plan or worker.progress.step < plan["join"] or joined.exists():
         return
     if worker.rank == 0:
         Path(plan["hostfile"]).write_text(plan["hosts"])
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
-        if worker.size >= plan["size"]:
-            joined.touch()
-        link = worker.link
-        if joined.exists() or worker.wants_change or (link and link.aborted(worker.generation)):
-            return
-        time.sleep(0.01)
+    wait_for(plan["size"], joined)
 
 
 class Death:
@@ -133,7 +140,7 @@ def count_and_join(metrics, planned, *, count=Metrics.step_finished):
     join()
 
 
-if "join" in plan:
+if "join" in plan or "die" in plan:
     setattr(Metrics, "step_finished", count_and_join)  # noqa: B010
 if "epoch" in plan.get("die", ()):
     setattr(Rollback, "loop_begins", die_between_epochs)  # noqa: B010

@@ -8,12 +8,14 @@ example that it is given, and a hash of the host that read it. Files in ``<folde
 ``enough``        training ends with the epoch
 ``stuck``         steps take for ever, as long as it is there
 ``stuck-<host>``  the same on that host alone
+``stuck-from``    the same from the step on whose number is in it
 ``slow-<host>``   examples take three times as long on that host
 ``gate-<host>``   workers of that host stand still before they meet the others of a new generation;
                   each says so by making ``at-gate-<worker>``
 """
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -153,8 +155,15 @@ class Probe:
         args = self._args
         slow = 3 if (args.folder / f"slow-{HOST}").exists() else 1
         time.sleep(args.step_time + slow * args.example_time * examples)
-        while any((args.folder / f"stuck{who}").exists() for who in ("", f"-{HOST}")):
+        while self._is_stuck():
             time.sleep(POLL_S)
+
+    def _is_stuck(self):
+        folder = self._args.folder
+        with contextlib.suppress(FileNotFoundError):
+            step = int((folder / "stuck-from").read_text())
+            return context.current().worker.progress.step >= step
+        return any((folder / f"stuck{who}").exists() for who in ("", f"-{HOST}"))
 
     def sees_enough(self):
         """Return whether this rank sees that training is to end."""

@@ -245,6 +245,42 @@ def test_imports_take_little_of_the_processor_from_workers(tmp_path: Path) -> No
     assert (tmp_path / "seen").read_text().split()[1:] == ["nice", "10"]
 
 
+def test_imports_that_take_long_continue_at_normal_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host with far more busy processes than cores would never have a template."""
+    priority = tmp_path / "autogroup"
+    priority.touch()
+    seen = "import pathlib\nseen = []\n"
+    seen += f"while seen[-1:] != ['0']: seen.append(pathlib.Path({str(priority)!r}).read_text())\n"
+    (tmp_path / "a_long_import.py").write_text(seen)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "_GROUP_PRIORITY", priority)
+    monkeypatch.setattr(process, "_LOW_PRIORITY_S", 0.1)
+    assert process._import(["a_long_import"]) == ""
+    assert "10" in sys.modules.pop("a_long_import").seen
+
+
+def test_imports_may_leave_a_thread_that_is_late_to_end(tmp_path: Path) -> None:
+    """On a busy host, a thread that has ended takes seconds to get the core on which it ends."""
+    (tmp_path / "train.py").write_text("print('trains')")
+    (tmp_path / "ends_late.py").write_text(
+        "import threading, time\nuntil = time.monotonic() + 1.5\ndef work():\n"
+        "    while time.monotonic() < until: pass\nthreading.Thread(target=work).start()\n"
+    )
+    own = variables(PYTHONPATH=f"{ROOT}:{tmp_path}")
+    start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), own)
+
+    async def main() -> tuple[str, int]:
+        source = await ready(start, ["ends_late"])
+        try:
+            return await run(start, source)
+        finally:
+            source.close()
+
+    assert asyncio.run(main()) == ("trains\n", 0)
+
+
 def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
     text = "import random, numpy\nprint(random.random(), numpy.random.random())\n"
     (tmp_path / "train.py").write_text(text)
@@ -410,7 +446,7 @@ def test_after_a_fork_that_is_late_there_is_another_template(
             assert source.fork(start, output.fileno()) is None
         os.kill(late, signal.SIGCONT)
         told = (tmp_path / "told").read_text()
-        assert "no fork within 1 s; this worker is started without a template" in told
+        assert "this worker is started without a template: no fork within 1 s; the next" in told
         source.warm()
         while source._process is not None and not source._process.is_ready:
             await asyncio.sleep(0.01)

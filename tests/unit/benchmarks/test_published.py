@@ -18,11 +18,12 @@ from benchmarks.published.profiles import SubmittedJob, read_applications, read_
 from benchmarks.published.simulate import simulate_jobs
 from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
+from hvd_elastic.policy.schedule.jobs import Assignment
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.sim.jobs.run import JobInTime, as_jobs, queue_events, run_jobs
 
-HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
+HOSTS = [HostOffer("a", 2), HostOffer("b", 2)]
 STEP_S, EPOCHS, STEPS = 0.5, 4, 1000
 
 

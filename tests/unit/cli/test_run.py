@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -13,12 +15,14 @@ from hvd_elastic.agent.spool import Spool
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.options import hostfile_of
 from hvd_elastic.cli.runs import run_options
+from hvd_elastic.cli.runs.run import begin_leader
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
 from tests.unit.records.made_events import write
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -317,3 +321,25 @@ def test_a_list_of_hosts_is_taken_as_horovodrun_takes_it(
     assert hostfile_of(tmp_path / "a,b") == tmp_path / "a,b", "a path is no list"
     with pytest.raises(HostfileError, match=r"list of hosts 'a:x,b:2'.*whole number"):
         hostfile_of("a:x,b:2")
+
+
+def test_a_run_is_led_from_the_fork_of_its_leader_on(tmp_path: Path) -> None:
+    """Also if that dies, or another one leads already."""
+    folder = RunFolder.create("forked-1")
+    spec = RunSpec(("true",), str(tmp_path))
+
+    def wait() -> None:
+        (tmp_path / f"waits-{os.getpid()}").touch()
+        signal.pause()
+
+    child = begin_leader(spec, folder, {}, False, beside=wait)
+    try:
+        assert folder.leader_alive(), "before it has done anything"
+        until((tmp_path / f"waits-{child}").exists, "the leader's start")
+        assert folder.leader()["pid"] == child
+        second = begin_leader(spec, folder, {}, False)
+        assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert not folder.leader_alive()

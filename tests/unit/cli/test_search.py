@@ -58,7 +58,7 @@ def without(name: str) -> tuple[str, ...]:
             "--trials 9: the grid has 2 points",
         ),
         ((*GOOD, "--name", "x" * 41, *TRAIN), "at most 40 characters"),
-        (GOOD, "command"),
+        (GOOD, "error: no command to run"),
         ((*GOOD, *TRAIN), "there is no cluster in"),
         (("space.py", *GOOD[2:], *TRAIN), "space.py cannot be read"),
         (("show", "nothing"), "there is no study 'nothing'"),
@@ -74,6 +74,7 @@ def test_a_mistake_is_named(
     printed = capsys.readouterr().err
     assert said in printed
     assert "Traceback" not in printed
+    assert words != GOOD or printed.count("error:") == 1
     assert not searches_folder().exists()
 
 
@@ -140,3 +141,6 @@ def test_a_trial_without_a_number_is_not_the_best(
         main(["search", "best", "digits"])
     assert ended.value.code == 1
     assert "no trial of study digits has reported a number for acc" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["search", "show", "digits"])
+    assert re.search(r"^- +0 +done ", capsys.readouterr().out, re.MULTILINE)  # no rank

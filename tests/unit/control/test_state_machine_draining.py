@@ -82,6 +82,20 @@ def test_host_without_a_replacement_is_left_at_once():
     assert members(drain(play, "b", 60.0)) == ["a:0.1"]
 
 
+def test_a_run_without_any_host_waits_and_uses_a_new_one_of_the_same_name():
+    play = start("a")
+    drain(play, "a")
+    play.tell(ev.WorkerHeld("a:0.1", 1, 5))
+    play.tell(ev.StateSaved(5))
+    play.ended("a:0.1")
+    assert play.hosts() == []
+    assert play.hosts("a") == [StartAgent("a")]
+    play.tell(ev.AgentReady("a"))
+    play.ready("a:0.2")
+    play.joined("a:0.2")
+    assert is_running(play)
+
+
 def test_last_host_that_is_drained_at_once_saves_its_state_when_it_holds():
     play = start("a")
     assert drain(play, "a") == [Hold("a:0.1")]

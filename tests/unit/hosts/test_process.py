@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hvd_elastic.hosts import process
 from hvd_elastic.hosts.process import ByteStream, RemoteProcess
 from tests.paths import LIMIT_S
 
@@ -31,6 +34,24 @@ class Ends:
 def test_the_last_line_of_a_command_that_has_ended_is_waited_for() -> None:
     ends: Any = Ends()
     assert RemoteProcess(ends, "cat", "gpu1").last_line == "No such file or directory"
+
+
+def test_output_is_waited_for_although_this_machine_was_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock has moved by an hour when the wait has begun, and no thread has run meanwhile."""
+    ends: Any = Ends()
+    remote = RemoteProcess(ends, "cat", "gpu1")
+    clock = itertools.chain([0.0], itertools.repeat(3600.0))
+
+    def now() -> float:
+        if (found := next(clock)) > 0.0:
+            ends.asked.set()
+        return found
+
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=now))
+    assert remote.wait_drained(10 * LIMIT_S)
+    assert remote.stderr_tail == b"No such file or directory\n"
 
 
 def test_lines_and_pieces() -> None:

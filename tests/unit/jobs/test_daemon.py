@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,12 @@ import pytest
 from hvd_elastic.cli.jobs.daemon import hosts as print_hosts
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
-from hvd_elastic.hosts.hostfile import parse_hostfile
+from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 from hvd_elastic.jobs import daemon as daemon_module
 from hvd_elastic.jobs import keepers, requests, runs
 from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.host_wish import HostWish
+from hvd_elastic.jobs.hosts import Expansion
 from hvd_elastic.jobs.job import (
     Cancel,
     Down,
@@ -118,9 +120,7 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
 class Running:
     """A daemon in a process of its own."""
 
-    def __init__(
-        self, place: ClusterFolder, hostfile: Path, notify: str = "", drains: str = ""
-    ) -> None:
+    def __init__(self, place: ClusterFolder, hostfile: Path, **options: Any) -> None:
         self.place = place
         self.pid = os.fork()
         if not self.pid:
@@ -128,7 +128,7 @@ class Running:
             try:
                 with place.lock():
                     place.describe_daemon(hostfile)
-                    Daemon(place, hostfile, None, begin, notify=notify, drains=drains).run()
+                    Daemon(place, hostfile, None, begin, **options).run()
                 status = 0
             finally:
                 os._exit(status)
@@ -183,6 +183,23 @@ def leads(daemon: Running, number: int) -> bool:
     with contextlib.suppress(RunError):  # there is no such run yet
         return RunFolder.open(daemon.job(number).run_id).leader_alive()
     return False
+
+
+def test_a_cluster_that_asks_for_hosts_refuses_only_what_it_can_never_hold(place) -> None:
+    coming = tuple(Host(name, slots=1) for name in ("m1", "m2", "m3"))
+    daemon = Running(place, hosts(place), expansion=Expansion(coming, "aws"))
+    three = JobRequest("three", SPEC, kind=JobKind.FIXED, min_np=3, max_np=3)
+    (number,) = ask_daemon(place, Submit([three], {})).jobs
+    assert daemon.job(number).status is JobStatus.QUEUED
+    assert daemon.job(number).request.spec["preemption"] == "aws"
+    own = {**SPEC, "preemption_command": "cat /notice"}
+    plain = JobRequest("plain", SPEC, kind=JobKind.PLAIN)
+    for job in (replace(three, name="own", spec=own), plain):
+        (number,) = ask_daemon(place, Submit([job], {})).jobs
+        assert "preemption" not in daemon.job(number).request.spec
+    with pytest.raises(RunError, match="job four needs 4 slots, and cluster test has 3"):
+        ask_daemon(place, Submit([replace(three, name="four", min_np=4, max_np=4)], {}))
+    daemon.down(leave_jobs=False)
 
 
 def test_held_job_gives_its_slots_back_and_goes_on_when_released(place: ClusterFolder) -> None:

@@ -14,12 +14,12 @@ from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.progress import READ_KINDS, Measured, RunProgress
 from hvd_elastic.jobs.slot_plan import Candidate, expected_starts, plan_slots
-from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
 from tests.unit.records.made_events import made, whole
 
-HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
+HOSTS = [HostOffer("a", 2), HostOffer("b", 2)]
 NOW = 10_000.0
 
 
@@ -110,7 +110,7 @@ def test_a_job_that_waits_says_whether_others_only_came_earlier() -> None:
     holds = [
         Candidate(running(n, {host: 1}, kind=JobKind.PLAIN)) for n, host in ((1, "a"), (2, "b"))
     ]
-    hosts = [HostSlots("a", 1), HostSlots("b", 1)]
+    hosts = [HostOffer("a", 1), HostOffer("b", 1)]
 
     def why(*holders: Candidate) -> str:
         return plan_slots([*holders, Candidate(job(9, kind=JobKind.PLAIN))], hosts, NOW).reasons[9]
@@ -159,7 +159,7 @@ def test_a_job_of_constant_speed_keeps_its_slots_on_a_busy_machine(seed: int) ->
         )
         if second % 10 == 9:
             candidate = Candidate(running(1, held), measured, held)
-            wanted = plan_slots([candidate], [*HOSTS, HostSlots("c", 2)], NOW + second).slots[1]
+            wanted = plan_slots([candidate], [*HOSTS, HostOffer("c", 2)], NOW + second).slots[1]
     assert len(sizes) <= 9, sizes
 
 
@@ -190,7 +190,7 @@ def test_equal_jobs_take_no_turns_every_minute() -> None:
 
     def holders(queued_for_s: float) -> list[int]:
         waits = Candidate(job(2, queued_at=NOW - queued_for_s, **preempted))
-        plan = plan_slots([holds, waits], [HostSlots("a", 1)], NOW)
+        plan = plan_slots([holds, waits], [HostOffer("a", 1)], NOW)
         return [number for number, slots in plan.slots.items() if slots]
 
     assert holders(120.0) == [1]
@@ -202,10 +202,10 @@ def test_long_queue_of_equal_jobs_takes_no_turns_every_minute() -> None:
     """Those that wait have all waited for long when one of them starts."""
     starts = Candidate(running(1, {"a": 1}, for_s=120.0, queued_at=NOW - 900.0))
     others = [Candidate(job(number, queued_at=NOW - 900.0)) for number in (2, 3, 4)]
-    plan = plan_slots([starts, *others], [HostSlots("a", 1)], NOW)
+    plan = plan_slots([starts, *others], [HostOffer("a", 1)], NOW)
     assert [number for number, slots in plan.slots.items() if slots] == [1]
     later = Candidate(running(1, {"a": 1}, for_s=3600.0, queued_at=NOW - 3600.0 - 780.0))
-    plan = plan_slots([later, *others], [HostSlots("a", 1)], NOW)
+    plan = plan_slots([later, *others], [HostOffer("a", 1)], NOW)
     assert plan.slots[2], "what it waited before counts for as long as it runs"
 
 
@@ -410,7 +410,7 @@ def test_commands_that_do_not_delay_a_job_before_them_start() -> None:
     )
     plan = plan_slots([*runs, wide, long, any_length, short], HOSTS, NOW)
     assert [bool(plan.slots[n]) for n in (1, 4, 5, 6)] == [False, True, False, False]
-    spare = plan_slots([runs[0], wide, long, any_length], [*HOSTS, HostSlots("c", 1)], NOW)
+    spare = plan_slots([runs[0], wide, long, any_length], [*HOSTS, HostOffer("c", 1)], NOW)
     assert [bool(spare.slots[n]) for n in (1, 5, 6)] == [True, True, False], "one slot is left"
     there = replace(wide, hosts=frozenset("a"))
     asks = replace(there.job, request=replace(there.job.request, min_np=2, max_np=2))
@@ -438,7 +438,7 @@ class Claims(Measured):
 def test_a_user_wins_little_by_measurements_that_are_made_up() -> None:
     """The claim of another user's job is bounded by what a job can be."""
     theirs = replace(job(1).request, user=4001)
-    hosts = [HostSlots(name, 1) for name in "abcd"]
+    hosts = [HostOffer(name, 1) for name in "abcd"]
 
     def slots(claims: Claims, honest: Claims, own: str, other: str) -> int:
         held, others = (dict.fromkeys(names, 1) for names in (own, other))

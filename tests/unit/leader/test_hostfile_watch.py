@@ -86,6 +86,20 @@ def test_where_the_policy_minds_the_cost_the_cheapest_hosts_come_first(
     assert sorted(found) == ["a", "b", "c", "d"]
 
 
+@pytest.mark.parametrize(("engine", "hosts"), [(None, ["a"]), ("cloud:lab", [])])
+def test_only_an_engine_may_have_no_host_for_a_while(tmp_path: Path, engine, hosts) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a\n")
+    told: list[str] = []
+    spec = RunSpec(("true",), "/", hostfile=str(hostfile), engine=engine)
+    watch = HostfileWatch.of_run(spec, told.append)
+    watch.read()
+    hostfile.write_text("\n\n")
+    assert watch.changed() is (engine is not None)
+    assert [*watch.hosts] == hosts
+    assert len(told) == len(hosts)
+
+
 def test_hosts_that_read_do_not_train(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\ncpu1 slots=0 cpus=8 labels=input\nb\n")

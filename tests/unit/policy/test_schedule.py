@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.policy.schedule.decide import choose_options, decide
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Assignment, Job
 from hvd_elastic.policy.schedule.placement import Wish, place_jobs
 from hvd_elastic.policy.schedule.policies import (
     Policy,
     equal_shares,
     first_come_first_served,
 )
+from hvd_elastic.policy.snapshot import HostOffer
 
-HOSTS = [HostSlots(f"h{number}", 4) for number in range(4)]
+HOSTS = [HostOffer(f"h{number}", 4) for number in range(4)]
 LINEAR = np.arange(17.0)
 
 
@@ -67,12 +68,12 @@ def test_a_job_that_needs_more_than_the_cluster_has_waits_and_says_why() -> None
 
 def test_who_waits_is_told_of_the_jobs_that_hold_slots_alone() -> None:
     jobs = [Job(name, number, LINEAR, 1e5) for number, name in enumerate("abcde")]
-    decided = decide(jobs, [HostSlots("h", 2)], 0.0)
+    decided = decide(jobs, [HostOffer("h", 2)], 0.0)
     assert slots_of(decided) == {"a": 1, "b": 1, "c": 0, "d": 0, "e": 0}
     assert decided["e"].reason == "waits: all 2 slots are worth more to 2 other jobs"
     kept = Job("kept", 0.0, held={"h": 1}, preemptible=False)
     wide = Job("wide", 9.0, LINEAR, 1e5, min_slots=2, max_slots=2)
-    decided = decide([kept, wide], [HostSlots("h", 2)], 0.0)
+    decided = decide([kept, wide], [HostOffer("h", 2)], 0.0)
     told = "waits: 1 of 2 slots is worth more to 1 other job, and it needs 2"
     assert decided["wide"].reason == told
 
@@ -102,7 +103,7 @@ def test_priority_and_deadline_move_slots() -> None:
 
 
 def placed_on(
-    hosts: list[HostSlots], wanted: dict[str, int], held: dict[str, dict[str, int]] | None = None
+    hosts: list[HostOffer], wanted: dict[str, int], held: dict[str, dict[str, int]] | None = None
 ) -> dict[str, dict[str, int]]:
     wishes = {job: Wish(slots, (held or {}).get(job, {})) for job, slots in wanted.items()}
     return {job: dict(hosts_of) for job, hosts_of in place_jobs(wishes, hosts).items()}
@@ -135,7 +136,7 @@ def test_two_jobs_across_hosts_do_not_share_a_host_where_it_can_be_avoided() -> 
     assert not small["a"].keys() & small["b"].keys(), "small jobs fill what is left"
 
 
-MIXED = [HostSlots("fast0", 4), HostSlots("fast1", 4), HostSlots("slow0", 4, 3.0)]
+MIXED = [HostOffer("fast0", 4), HostOffer("fast1", 4), HostOffer("slow0", 4, slowness=3.0)]
 
 
 def test_the_job_to_which_speed_is_worth_most_gets_the_fast_hosts() -> None:
@@ -161,7 +162,7 @@ def test_one_job_alone_takes_slow_hosts_only_where_they_help() -> None:
 
 
 def test_hosts_of_unequal_size_are_filled() -> None:
-    hosts = [HostSlots("a", 4), HostSlots("b", 4), HostSlots("c", 3)]
+    hosts = [HostOffer("a", 4), HostOffer("b", 4), HostOffer("c", 3)]
     alone = decide([Job("a", 0.0, LINEAR, 1e5, max_slots=16)], hosts, 0.0)
     assert slots_of(alone) == {"a": 11}
     two = [Job(name, 0.0, LINEAR, 1e5, max_slots=16) for name in "ab"]
@@ -189,14 +190,14 @@ def test_a_job_that_may_not_be_preempted_keeps_its_minimum() -> None:
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> list[HostSlots]:
+def clusters(draw: st.DrawFn) -> list[HostOffer]:
     sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=6))
     slow = draw(st.lists(st.sampled_from([1.0, 1.0, 2.5]), min_size=6, max_size=6))
-    return [HostSlots(f"h{n}", size, slow[n]) for n, size in enumerate(sizes)]
+    return [HostOffer(f"h{n}", size, slowness=slow[n]) for n, size in enumerate(sizes)]
 
 
 @st.composite
-def queues(draw: st.DrawFn, hosts: list[HostSlots]) -> list[Job]:
+def queues(draw: st.DrawFn, hosts: list[HostOffer]) -> list[Job]:
     """Jobs of all kinds; some hold slots, on hosts that may be gone."""
     free = {host.name: host.slots for host in hosts} | {"gone": 4}
     jobs = []
@@ -302,7 +303,7 @@ def test_equal_shares_are_equal_as_far_as_jobs_can_use_them() -> None:
 @pytest.mark.parametrize("choose", [decide, equal_shares, first_come_first_served])
 def test_what_cannot_be_moved_stays_while_its_host_is_there(choose: Policy) -> None:
     """Neither for a job that needs a whole host nor for a faster one."""
-    hosts = [HostSlots("fast", 2, 0.5), HostSlots("slow", 2)]
+    hosts = [HostOffer("fast", 2, slowness=0.5), HostOffer("slow", 2)]
     command = Job("command", 0.0, held={"slow": 1}, preemptible=False, movable=False)
     ring = Job("ring", 1.0, LINEAR, 1e5, min_slots=2, max_slots=2, fixed=True)
     decided = choose([command, ring, dataclasses.replace(ring, name="other")], hosts, 2.0)
@@ -311,7 +312,7 @@ def test_what_cannot_be_moved_stays_while_its_host_is_there(choose: Policy) -> N
 
 
 def test_a_job_goes_where_no_process_has_to_leave_first() -> None:
-    hosts = [HostSlots("a", 2), HostSlots("b", 2), HostSlots("c", 2)]
+    hosts = [HostOffer("a", 2), HostOffer("b", 2), HostOffer("c", 2)]
     leaves = Wish(2, {"b": 2}, occupied={"a": 2, "b": 2})
     assert place_jobs({"leaves": leaves, "new": Wish(2, {})}, hosts)["new"] == {"c": 2}
     assert place_jobs({"leaves": leaves, "new": Wish(4, {})}, hosts)["new"] == {"c": 2, "a": 2}

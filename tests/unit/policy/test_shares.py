@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Assignment, Job
 from hvd_elastic.policy.schedule.shares import Shares, fair_slots, useful_slots
+from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.jobs.run import JobInTime, as_jobs, run_jobs
 
-HOSTS = [HostSlots(f"host{number}", 4) for number in range(4)]
+HOSTS = [HostOffer(f"host{number}", 4) for number in range(4)]
 CAPACITY = 16
 
 
@@ -100,6 +101,22 @@ def test_a_job_is_told_that_its_user_had_more_than_the_share() -> None:
     assert waiting
     assert all(each.reason.endswith("; ada had more than the share") for each in waiting)
     assert not any("share" in found[f"bob{number}"].reason for number in range(4))
+
+
+def test_jobs_of_equal_worth_take_few_turns() -> None:
+    made = Shares()
+    made.weights = {"ada": 1.0, "bob": 1.0, "eve": 1.0}
+    waiting = [replace(job, max_slots=1, goodput=None) for job in jobs(ada=12, bob=12, eve=12)]
+    held: dict[str, Mapping[str, int]] = {}
+    starts = 0
+    for at in range(0, 3600, 30):
+        made.count_use(float(at), Counter(name[:3] for name, slots in held.items() if slots))
+        found = decided(made, [replace(job, held=held.get(job.name, {})) for job in waiting])
+        starts += sum(bool(each.hosts) and not held.get(name) for name, each in found.items())
+        held = {name: each.hosts for name, each in found.items()}
+    assert starts <= 6 * CAPACITY
+    parts = [use.used / use.fair for use in made.uses.values()]
+    assert parts == pytest.approx([1.0] * 3, abs=0.3)
 
 
 class Steady(JobInTime):

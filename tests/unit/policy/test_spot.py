@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hvd_elastic.policy.spot import (
     MachineNeed,
-    order_pools,
+    MachinePlan,
+    next_order,
     plan_machines,
     useful_pools,
 )
@@ -93,17 +94,45 @@ def test_spot_that_is_not_cheaper_is_of_no_use():
     assert unknown in useful_pools([*POOLS, unknown], spot=True)
 
 
+def ordered(plan, pools, number, held=None, budget=None, has=None):
+    """Return the orders up to the end, as (name, number), if pools have so many machines."""
+    there, usable, orders = dict(held or {}), [*pools], []
+    while order := next_order(plan, usable, there, number, budget):
+        pool, asked = order
+        had = min(asked, (has or {}).get(pool, asked))
+        orders.append((pool.name, asked))
+        there[pool] = there.get(pool, 0) + had
+        number -= had
+        if budget is not None:
+            budget -= had * pool.price
+        if had < asked:
+            usable.remove(pool)
+    return orders
+
+
 def test_machines_are_spread_over_pools_of_similar_price():
-    held = {CHEAP: 0, SIMILAR: 0, DEAR: 0}
-    for _ in range(6):
-        held[order_pools([DEAR, SIMILAR, CHEAP], held)[0]] += 1
-    assert held == {CHEAP: 3, SIMILAR: 3, DEAR: 0}
-    assert order_pools([DEAR, SIMILAR, CHEAP], held)[-1] == DEAR
+    dear_first = [DEAR, SIMILAR, CHEAP, DEMAND]
+    assert ordered(MachinePlan(8, 0, ""), dear_first, 6) == [("a", 3), ("b", 3)]
+    assert ordered(MachinePlan(8, 0, ""), dear_first, 3, {CHEAP: 4, SIMILAR: 1}) == [("b", 3)]
+
+
+def test_dearer_spot_pools_and_then_those_on_demand_are_asked_for_what_is_missing():
+    has = {CHEAP: 1, SIMILAR: 2, DEAR: 1}
+    orders = ordered(MachinePlan(8, 8, ""), POOLS, 8, has=has)
+    assert orders == [("a", 4), ("b", 7), ("c", 5), ("a", 4)]
+    assert ordered(MachinePlan(8, 0, ""), POOLS, 8, has=has) == orders[:3]
+
+
+def test_orders_stay_within_the_plan_and_the_budget():
+    assert ordered(MachinePlan(5, 2, ""), POOLS, 8, {CHEAP: 4}) == [("b", 1), ("a", 2)]
+    assert ordered(MachinePlan(8, 8, ""), POOLS, 8, budget=3.3) == [("a", 2), ("b", 1)]
+    unknown = Pool("e", True, None)
+    assert ordered(MachinePlan(8, 0, ""), [unknown, CHEAP], 2, budget=9.0) == [("a", 2)]
 
 
 def test_prices_are_compared_by_slot():
     large = Pool("large", False, 8.0, slots=4)
-    assert order_pools([DEMAND, large], {})[0] == large
+    assert ordered(MachinePlan(0, 1, ""), [DEMAND, large], 1) == [("large", 1)]
 
 
 @given(

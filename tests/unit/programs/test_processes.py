@@ -92,6 +92,32 @@ def test_who_does_not_hear_term_is_killed_and_the_stopped_are_woken() -> None:
     assert said == "['KILL', 'TERM'] [] bye"
 
 
+def test_a_pause_of_the_machine_is_no_time_to_end_in() -> None:
+    """An hour passes after TERM: who needs a moment for it is not killed, and who is deaf is."""
+    said = supervise(
+        """
+        from types import SimpleNamespace
+        from hvd_elastic.programs import processes
+        begins = "import os, signal, sys, time; signal.signal(15, "
+        ends = "); print(1, flush=True); time.sleep(1000)"
+        slow = begins + "lambda *_: (time.sleep(0.5), os.write(1, b'bye'), sys.exit())" + ends
+        one, first = start(begins + "1" + ends)
+        two, second = start(slow)
+        first.readline(), second.readline()
+        paused, plain = [], send
+        def send_and_pause(process, number):
+            plain(process, number)
+            if number == signal.SIGCONT: paused.append(3600.0)
+        processes.send = send_and_pause
+        now = lambda: time.monotonic() + sum(paused)
+        processes.time = SimpleNamespace(monotonic=now, sleep=time.sleep)
+        ended = end_processes(descendants, 4)
+        print(sorted(ended.values()), descendants(), second.readline().strip())
+        """
+    )
+    assert said == "['KILL', 'TERM'] [] bye"
+
+
 def test_a_process_is_what_proc_says_of_it() -> None:
     own, known = read_process(os.getpid()), psutil.Process()
     assert own is not None

@@ -327,6 +327,28 @@ def test_a_study_that_is_stopped_ends_its_jobs(play: Callable[..., Played]) -> N
     }
 
 
+def test_a_job_that_ends_between_two_looks_is_written_down(
+    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study whose last job had ended so was shown as one whose trials train."""
+    played = play(trials=2)
+    played.step()
+    played.start(0, 1)
+    played.study.stop_request.touch()
+    played.step()
+    played.end(0, JobStatus.CANCELLED)
+    look = played.search.look
+
+    def late(now: float) -> None:
+        look(now)
+        if played.job(1).status.active:
+            played.end(1, JobStatus.CANCELLED)
+
+    monkeypatch.setattr(played.search, "look", late)
+    assert played.step() == "stopped by its user"
+    assert [trial.status for trial in played.study.trials()] == [TrialStatus.STOPPED] * 2
+
+
 def test_a_trial_that_was_never_submitted_ends_with_its_study(play: Callable[..., Played]) -> None:
     played = play()
     with played.study.lock():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hvd_elastic.cli.app import app
 from hvd_elastic.cli.engines.cloud import UpOptions
 from hvd_elastic.engines.cloud.records import CloudFolder, owner
 from hvd_elastic.errors import RunError, UsageError
 
 VALID = {
-    "provider": "command",
+    "provider_name": "command",
     "programs": Path("/programs"),
     "types": "small,large",
     "instances": "2-8",
@@ -70,6 +74,56 @@ def test_a_cloud_that_is_not_known_is_named_with_those_that_are() -> None:
     CloudFolder("lab").write(UpOptions(**VALID).definition("lab"))  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"no cloud is named lap \(clouds here: lab\)"):
         CloudFolder.open("lap")
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> list[str]:
+    """Options of programs of the user, which know of one machine."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    machine = {"id": "m1", "state": "running", "tags": {"cloud": "lab", "owner": owner()}}
+    for name in ("start", "list", "stop"):
+        path = folder / name
+        path.write_text(f"#!/bin/sh\necho '{json.dumps({'machines': [machine]})}'\n")
+        path.chmod(0o755)
+    return ["--provider", "command", "--programs", str(folder)]
+
+
+def test_machines_are_found_although_a_definition_cannot_be_read(programs) -> None:
+    folder = CloudFolder("lab")
+    folder.write(UpOptions(**VALID).definition("lab"))  # type: ignore[arg-type]
+    (folder.path / "cloud.json").write_text("{")
+    done = CliRunner().invoke(app, ["cloud", "list", "--all", "--json", *programs])
+    assert [row["id"] for row in json.loads(done.stdout)] == ["m1"]
+    assert "cloud.json cannot be read" in str(done.exception)
+
+
+@pytest.mark.parametrize("words", [["list", "--all"], ["down", "--expired"]])
+def test_nothing_is_said_to_run_where_nobody_was_asked(words) -> None:
+    done = CliRunner().invoke(app, ["cloud", *words])
+    assert done.stdout == ""
+    assert "no provider was asked" in str(done.exception)
+
+
+def test_a_provider_that_fails_does_not_hide_the_machines_of_others(programs) -> None:
+    settings = {"programs": "/nowhere"}
+    gone = replace(UpOptions(**VALID).definition("lab"), settings=settings)  # type: ignore[arg-type]
+    CloudFolder("lab").write(gone)
+    done = CliRunner().invoke(app, ["cloud", "list", "--all", "--json", *programs])
+    assert [row["id"] for row in json.loads(done.stdout)] == ["m1"]
+    assert "command /nowhere: " in str(done.exception)
+
+
+def test_a_cloud_that_a_run_uses_keeps_its_definition(programs) -> None:
+    folder = CloudFolder("lab")
+    settings = {"programs": programs[-1]}
+    made = replace(UpOptions(**VALID).definition("lab"), settings=settings)  # type: ignore[arg-type]
+    folder.write(made)
+    more = ("--type", "large", "--instances", "9", "--max-hours", "1", "--no-start")
+    with folder.use("run r1"):
+        done = CliRunner().invoke(app, ["cloud", "up", "lab", *more, *programs])
+    assert "used by run r1" in str(done.exception)
+    assert folder.read() == made
 
 
 def test_one_user_at_a_time_has_a_cloud() -> None:

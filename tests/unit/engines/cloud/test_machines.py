@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from hvd_elastic.engines.cloud import machines as module
-from hvd_elastic.engines.cloud.ladder import LEFT_OUT_S, Ladder
-from hvd_elastic.engines.cloud.machines import Machines
+from hvd_elastic.engines.cloud.machines import LEFT_OUT_S, Ladder, Machines
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
     CloudError,
@@ -26,19 +25,20 @@ from hvd_elastic.engines.cloud.provider import (
 )
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, owner
 from hvd_elastic.errors import RunError
+from hvd_elastic.policy.spot import MachinePlan
 
 POOLS = (
     Offer("small", "a", spot=True, price=0.3),
-    Offer("small", "b", spot=True, price=0.4),
+    Offer("small", "b", spot=True, price=0.35),
     Offer("small", "a", price=1.0),
     Offer("small", "b", price=1.0),
 )
+SPOT = MachinePlan(8, 0, "")
 
 
 class Cloud:
     """A provider in memory; ``hidden_s`` is how long its list does not show what was started."""
 
-    name: ClassVar[str] = "memory"
     preemption: str | None = None
 
     def __init__(self, hidden_s: float = 0.0) -> None:
@@ -47,11 +47,15 @@ class Cloud:
         self.since: dict[str, float] = {}
         self.orders: list[Order] = []
         self.refusals: dict[str, CloudError] = {}
+        self.pools: Sequence[Offer] = POOLS
+        self.free: dict[Offer, float] = {}
+        """How many machines pools still have; those that are not in it have any number."""
         self.before: Callable[[Order], None] = lambda _: None
         self.after: Callable[[], None] = lambda: None
+        self.on_its_way: Callable[[], None] = lambda: None
 
     def offers(self, types: Sequence[str], zones: Sequence[str], spot: bool) -> Sequence[Offer]:
-        return [offer for offer in POOLS if spot or not offer.spot]
+        return [offer for offer in self.pools if spot or not offer.spot]
 
     def start(self, order: Order) -> Sequence[Machine]:
         self.before(order)
@@ -59,21 +63,27 @@ class Cloud:
         if error := self.refusals.get(order.offer.name):
             raise error
         made = []
-        for _ in range(order.count):
+        self.free.setdefault(order.offer, math.inf)
+        for _ in range(int(min(order.count, self.free[order.offer]))):
             name = f"m{len(self.machines)}"
-            made.append(Machine(name, "running", "", order.offer, order.tags))
+            made.append(Machine(name, "running", f"10.0.1.{name[1:]}", order.offer, order.tags))
             self.machines[name] = made[-1]
             self.since[name] = time.monotonic()
+        self.free[order.offer] -= len(made)
         self.after()
+        if not made:
+            raise CapacityError("no capacity")
         return made
 
     def list(self, tags: Mapping[str, str]) -> Sequence[Machine]:
-        return [
+        found = [
             each
             for name, each in self.machines.items()
             if tags.items() <= each.tags.items()
             and time.monotonic() >= self.since[name] + self.hidden_s
         ]
+        self.on_its_way()
+        return found
 
     def stop(self, ids: Sequence[str]) -> None:
         for each in ids:
@@ -116,7 +126,7 @@ def change(folder: CloudFolder, **values: object) -> None:
 def test_an_order_is_on_disk_with_its_token_before_the_cloud_hears_of_it(folder, said) -> None:
     cloud, found = Cloud(), []
     cloud.before = lambda order: found.append((order.token, folder.intents()))
-    machines_of(folder, cloud, said, "run r1").start(1, (), 0)
+    machines_of(folder, cloud, said, "run r1").start(1, (), SPOT)
     ((token, (intent,)),) = found
     assert (intent.token, intent.ids, intent.by) == (token, None, "run r1")
     assert cloud.orders[0].tags["token"] == token
@@ -129,7 +139,7 @@ def test_no_machine_is_asked_for_if_its_order_cannot_be_written(folder, said) ->
     orders.rmdir()
     orders.write_text("in the way")
     with pytest.raises(RunError, match="no machine is asked for"):
-        machines_of(folder, cloud, said).start(1, (), 0)
+        machines_of(folder, cloud, said).start(1, (), SPOT)
     assert not cloud.orders
 
 
@@ -139,14 +149,17 @@ def test_machines_of_an_order_whose_answer_was_lost_are_found_by_its_token(folde
 
     cloud = Cloud(hidden_s=0.2)
     cloud.after = lose
-    started = machines_of(folder, cloud, said).start(1, (), 0)
+    started = machines_of(folder, cloud, said).start(1, (), SPOT)
     assert [each.id for each in started] == ["m0"]
     assert len(cloud.orders) == 1
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.6])
 def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list_shows_them_yet(
-    folder, said
+    folder, said, late_s
 ) -> None:
+    """Also if a list was made before they are shown, and arrives after they must be."""
+
     class Killed(BaseException):
         pass
 
@@ -154,9 +167,10 @@ def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list
         raise Killed
 
     cloud = Cloud(hidden_s=0.3)
+    cloud.on_its_way = lambda: time.sleep(late_s)
     cloud.after = die
     with pytest.raises(Killed):
-        machines_of(folder, cloud, said).start(2, (), 0)
+        machines_of(folder, cloud, said).start(2, (), SPOT)
     assert cloud.live
     ended = machines_of(folder, cloud, said).end_all()
     assert ended == 1
@@ -168,7 +182,7 @@ def test_a_machine_that_was_just_started_is_ended_although_no_list_shows_it_yet(
     folder, said
 ) -> None:
     cloud = Cloud(hidden_s=1e9)
-    started = machines_of(folder, cloud, said).start(2, (), 0)
+    started = machines_of(folder, cloud, said).start(2, (), SPOT)
     assert len(started) == 2
     machines_of(folder, cloud, said).end_all()
     assert not cloud.live
@@ -182,7 +196,7 @@ def test_an_order_that_started_nothing_is_forgotten_when_the_list_can_be_believe
         cloud.refusals[offer.name] = CloudError("connection reset")
     machines = machines_of(folder, cloud, said)
     with pytest.raises(CloudError, match=r"connection reset|started no machine"):
-        machines.start(1, (), 0)
+        machines.start(1, (), SPOT)
     assert not folder.intents()
 
 
@@ -195,7 +209,7 @@ def test_machines_of_others_are_left_alone(folder, said) -> None:
         cloud.machines[name] = Machine(name, "running", "", POOLS[0], tags)
         cloud.since[name] = 0.0
     machines = machines_of(folder, cloud, said)
-    machines.start(2, (), 0)
+    machines.start(2, (), SPOT)
     assert machines.end_all() == 2
     assert cloud.live == {"other user", "other cloud"}
 
@@ -203,7 +217,7 @@ def test_machines_of_others_are_left_alone(folder, said) -> None:
 def test_what_was_ended_by_hand_does_not_stop_the_rest_from_being_ended(folder, said) -> None:
     cloud = Cloud()
     machines = machines_of(folder, cloud, said)
-    machines.start(3, (), 0)
+    machines.start(3, (), SPOT)
     del cloud.machines["m1"]
     machines.end_all()
     assert not cloud.live
@@ -216,11 +230,11 @@ def test_nothing_is_started_while_a_cloud_is_being_ended_or_after_its_deadline(
     machines = machines_of(folder, cloud, said)
     change(folder, deadline=time.time() - 1)
     with pytest.raises(RunError, match="time of cloud lab is over"):
-        machines.start(1, (), 0)
+        machines.start(1, (), SPOT)
     change(folder, deadline=time.time() + 60)
     machines_of(folder, cloud, said).mark_ending()
     with pytest.raises(RunError, match="being ended"):
-        machines.start(1, (), 0)
+        machines.start(1, (), SPOT)
     assert not cloud.orders
 
 
@@ -229,19 +243,42 @@ def test_nothing_is_started_while_a_cloud_is_being_ended_or_after_its_deadline(
 
 def test_spot_machines_are_spread_over_the_pools(folder, said) -> None:
     cloud = Cloud()
-    machines_of(folder, cloud, said).start(4, (), 0)
+    machines_of(folder, cloud, said).start(4, (), SPOT)
     assert [(order.offer, order.count) for order in cloud.orders] == [(POOLS[0], 2), (POOLS[1], 2)]
+
+
+def test_machines_that_no_list_shows_yet_count_with_their_price_and_market(folder, said) -> None:
+    cloud = Cloud(hidden_s=1e9)
+    change(folder, budget=1.0)
+    machines = machines_of(folder, cloud, said)
+    machines.start(1, (), MachinePlan(0, 1, ""))
+    (hidden,) = machines_of(folder, cloud, said).look()
+    assert (hidden.offer, hidden.state) == (POOLS[2], "starting")
+    with pytest.raises(UnsupportedError, match="exceed --budget 1 an hour"):
+        machines.start(1, [hidden], SPOT)
 
 
 def test_a_pool_without_capacity_is_left_out_and_the_next_one_is_asked(folder, said) -> None:
     cloud = Cloud()
     cloud.refusals[POOLS[0].name] = CapacityError("no capacity")
     machines = machines_of(folder, cloud, said)
-    assert len(machines.start(4, (), 0)) == 4
-    machines.start(1, (), 0)
+    assert len(machines.start(4, (), SPOT)) == 4
+    machines.start(1, (), SPOT)
     asked = [order.offer.zone for order in cloud.orders]
     assert asked.count("a") == 1
     assert f"{POOLS[0].name}: no capacity" in said
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [(CapacityError, CapacityError), (ThrottledError, CapacityError), (QuotaError, QuotaError)],
+)
+def test_only_what_may_end_soon_counts_as_a_lack_of_capacity(folder, said, first, kind) -> None:
+    cloud = Cloud()
+    cloud.refusals = {POOLS[0].name: first("first"), POOLS[1].name: QuotaError("second")}
+    with pytest.raises(CloudError, match="first") as raised:
+        machines_of(folder, cloud, said).start(1, (), SPOT)
+    assert type(raised.value) is kind
 
 
 def test_on_demand_machines_are_started_only_if_they_are_asked_for(folder, said) -> None:
@@ -250,27 +287,26 @@ def test_on_demand_machines_are_started_only_if_they_are_asked_for(folder, said)
         cloud.refusals[offer.name] = CapacityError("no capacity")
     machines = machines_of(folder, cloud, said)
     with pytest.raises(CapacityError, match="no machine can be had now"):
-        machines.start(2, (), 0)
-    assert [each.offer.spot for each in machines.start(2, (), 1)] == [False]
+        machines.start(2, (), SPOT)
+    assert [each.offer.spot for each in machines.start(2, (), MachinePlan(8, 1, ""))] == [False]
 
 
 def test_a_budget_bounds_the_price_of_all_machines(folder, said) -> None:
     cloud = Cloud()
     change(folder, budget=1.0)
     machines = machines_of(folder, cloud, said)
-    held = machines.start(8, (), 8)
+    held = machines.start(8, (), MachinePlan(8, 8, ""))
     assert sum(each.offer.price or 0.0 for each in held) <= 1.0
-    with pytest.raises(CapacityError, match="exceed --budget 1 an hour"):
-        machines.start(1, held, 1)
+    with pytest.raises(UnsupportedError, match="exceed --budget 1 an hour"):
+        machines.start(1, held, MachinePlan(8, 1, ""))
 
 
-def test_a_budget_allows_no_machine_whose_price_nobody_knows(folder, said, monkeypatch) -> None:
+def test_a_budget_allows_no_machine_whose_price_nobody_knows(folder, said) -> None:
     cloud = Cloud()
     change(folder, budget=100.0)
-    unknown = [replace(offer, price=None) for offer in POOLS]
-    monkeypatch.setattr(cloud, "offers", lambda *_: unknown)
-    with pytest.raises(CapacityError, match="no price is known"):
-        machines_of(folder, cloud, said).start(1, (), 1)
+    cloud.pools = [replace(offer, price=None) for offer in POOLS]
+    with pytest.raises(UnsupportedError, match="no price is known"):
+        machines_of(folder, cloud, said).start(1, (), MachinePlan(8, 1, ""))
     assert not cloud.orders
 
 
@@ -278,7 +314,7 @@ def test_refused_credentials_end_the_search_at_once(folder, said) -> None:
     cloud = Cloud()
     cloud.refusals[POOLS[0].name] = CredentialsError("expired")
     with pytest.raises(CredentialsError, match="expired"):
-        machines_of(folder, cloud, said).start(1, (), 0)
+        machines_of(folder, cloud, said).start(1, (), SPOT)
     assert len(cloud.orders) == 1
 
 
@@ -307,5 +343,5 @@ def test_too_many_calls_pause_everything_longer_each_time(folder, said) -> None:
     machines = machines_of(folder, cloud, said)
     for _ in range(3):
         with pytest.raises(CloudError):
-            machines.start(1, (), 0)
+            machines.start(1, (), SPOT)
     assert len(cloud.orders) == 1

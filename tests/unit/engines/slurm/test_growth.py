@@ -286,14 +286,15 @@ def test_another_node_is_asked_for_before_one_goes_that_drains_or_is_at_risk(
 @pytest.mark.parametrize(
     ("used", "waiting", "elastic", "asked"),
     [
-        ((), False, False, 0),
-        (("node0",), False, False, 0),
-        (("node0",), False, True, 1),
-        ((), True, False, 1),
+        ((), 0, False, 0),
+        (("node0",), 0, False, 0),
+        (("node0",), 0, True, 1),
+        ((), 1, False, 1),
+        (("node0",), 3, True, 3),
     ],
 )
 def test_a_cluster_asks_for_more_while_jobs_wait_or_can_use_more(
-    goodput: Setting, used: tuple[str, ...], waiting: bool, elastic: bool, asked: int
+    goodput: Setting, used: tuple[str, ...], waiting: int, elastic: bool, asked: int
 ) -> None:
     goodput.growth.note_use(used, (), 0.0, waiting=waiting, elastic=elastic)
     goodput.growth.look_at_grants(0.0)
@@ -331,6 +332,34 @@ def test_a_policy_gets_one_node_at_a_time_while_it_uses_all(goodput: Setting) ->
     goodput.trains_on("node0", "node1", now=25.0)
     goodput.growth.look_at_grants(30.0)
     assert goodput.queue.pending == ["2"]
+
+
+def test_a_drain_that_is_read_after_its_node_has_left_does_not_bar_the_next_one(
+    fixed: Setting,
+) -> None:
+    fixed.growth.look_at_grants(0.0)
+    fixed.queue.start("1", "node7")
+    fixed.growth.look_at_grants(5.0)
+    del fixed.queue.jobs["1"]
+    fixed.growth.look_at_grants(10.0)
+    drains = {"cause": "preempted", "leave_in_s": 5.0, "asked": False}
+    fixed.event("host_draining", 10.0, host="node7", **drains)
+    fixed.event("warning", 10.0, message="it may go", host_at_risk="node7")
+    fixed.queue.start("2", "node7")
+    fixed.growth.look_at_grants(15.0)
+    assert "node7" in fixed.hosts()
+    assert not fixed.growth.at_risk
+
+
+def test_an_unused_node_is_kept_as_long_as_another_one_takes_to_start(goodput: Setting) -> None:
+    goodput.growth._owner.start_s = 200.0
+    goodput.trains_on("node0")
+    goodput.growth.look_at_grants(0.0)
+    goodput.queue.start("1", "node1")
+    goodput.growth.look_at_grants(5.0)
+    for now, is_there in ((150.0, True), (206.0, False)):
+        goodput.growth.look_at_grants(now)
+        assert ("node1" in goodput.hosts()) is is_there
 
 
 def test_a_node_that_the_policy_leaves_unused_is_given_back(goodput: Setting) -> None:

@@ -3,14 +3,17 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.tools.run import held_command
 from hvd_elastic.tools.run.commands import CommandSettings, HowToRun, run_on_hosts
+from tests.paths import LIMIT_S
 
 HERE = [Host("localhost")]
 
@@ -37,6 +40,22 @@ def test_a_host_without_python_runs_what_needs_none(programs: Path) -> None:
     (result,) = run_on_hosts(HERE, "echo never", settings=settings)
     assert result.outcome is Outcome.FAILED
     assert "no python3 there" in result.error
+
+
+def test_a_command_whose_start_is_heard_late_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, later = tmp_path / "ran", threading.Event()
+    pump = RemoteProcess._pump_stderr
+    monkeypatch.setattr(
+        RemoteProcess, "_pump_stderr", lambda self: later.wait(LIMIT_S) and pump(self)
+    )
+    monkeypatch.setattr(held_command, "DRAIN_S", 0.1)
+    (result,) = run_on_hosts(HERE, f"echo once >> '{ran}'; exit 3")
+    later.set()
+    assert ran.read_text() == "once\n"
+    assert result.outcome is Outcome.FAILED
+    assert "whether the command has run, since its output has not arrived (exit" in result.error
 
 
 @pytest.mark.parametrize(
