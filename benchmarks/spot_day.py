@@ -52,6 +52,8 @@ _NOTICE_S = 5.0
 """Time between the notice and the end of a machine [s]; not as short as the rest of the day."""
 _LEFT_OUT_S = 5.0
 """How long a pool without capacity is not asked again [s]."""
+_LEAST_STEPS = 20
+"""Steps on some machines from which their speed is known."""
 _JOB = Path(__file__).resolve().parent / "testbed/sleeping_job.py"
 
 
@@ -187,7 +189,11 @@ class Day:
         for event in events:
             if isinstance(event, Metrics) and event.size and event.throughput:
                 by_size.setdefault(event.size, []).append(event.throughput)
-        speeds = {size: float(np.median(found)) for size, found in by_size.items()}
+        speeds = {
+            size: float(np.median(found))
+            for size, found in by_size.items()
+            if len(found) >= _LEAST_STEPS or size == self.machines
+        }
         least, most = min(speeds), max(speeds)
         exponent = 1.0
         if least < most:

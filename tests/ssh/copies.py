@@ -127,7 +127,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HVD_ELASTIC_HOME", str(home))
-        with VirtualCluster.up(HOSTS, 1, rate="100mbit", loopback=False) as cluster:
+        with VirtualCluster.up(HOSTS, 1, rate="50mbit", loopback=False) as cluster:
             yield Bed(cluster, home)
 
 
