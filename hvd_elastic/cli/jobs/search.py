@@ -353,6 +353,10 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
     words = f"study {name} has ended; see: hvd-elastic search show {name}"
     if study.is_running:
         study.stop_request.touch()
+        try:
+            _check_daemon(cluster_of(study))
+        except RunError as error:
+            raise RunError(f"{error}. Study {name}, which waits for one, ends then") from error
     elif any(trial.status.active for trial in study.trials()):
         _check_daemon(cluster_of(study))
         with study.lock():

@@ -147,3 +147,16 @@ def test_a_trial_without_a_number_is_not_the_best(
     with pytest.raises(SystemExit):
         main(["search", "show", "digits"])
     assert re.search(r"^- +0 +done ", capsys.readouterr().out, re.MULTILINE)  # no rank
+
+
+def test_a_study_that_cannot_end_without_a_daemon_says_so_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = JobRequest("digits", {"command": ["train.py", "{lr}"], "cwd": "/"})
+    grid = ("lr=1,2",)
+    study = Study.create(Definition("acc", Rules("max", 2), request, str(tmp_path / "c"), grid))
+    with study.lock(), pytest.raises(SystemExit) as ended:
+        main(["search", "stop", "digits"])
+    assert ended.value.code == 1
+    assert "cluster c has no daemon" in capsys.readouterr().err
+    assert study.stop_request.exists()
