@@ -127,7 +127,7 @@ class UpOptions:
                 level not in (None, "failed", "warning")
             ),
             "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
-            "make faults up. hvd-elastic hosts shows them, and --notify tells of them": (
+            "make faults up. hvd-elastic hosts shows them, and --notify reports them": (
                 shared and level is not None
             ),
             "name the hosts of the cluster: hvd-elastic up HOSTFILE, or --cloud NAME": (
