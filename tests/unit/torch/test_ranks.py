@@ -41,6 +41,13 @@ def test_scripts_and_data_follow_the_run(split: Context) -> None:
     assert read.tolist() == [*range(share.start, share.stop)] == [4, 5]
 
 
+def test_each_rank_sees_in_which_step_an_epoch_ends(split: Context) -> None:
+    """Not in that whose share ends with it: local steps meet there on all ranks."""
+    loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(TensorDataset(torch.arange(24)), 12)
+    next(iter(hvd.epochs(1)))
+    assert [split.step.passes[-1].ends_epoch for _ in loader] == [False, True]
+
+
 def test_checkpoints_and_files_are_named_and_written_by_the_run(
     split: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
