@@ -45,7 +45,7 @@ SECTIONS = {
         "requeue": ("jobs.queue:requeue", "Put jobs back into the queue."),
         "undrain": ("jobs.daemon:undrain", "Give a drained host of the cluster back."),
         "hold": ("jobs.queue:hold", "Hold jobs back until they are released."),
-        "release": ("jobs.queue:release", "Let jobs go on that are held back."),
+        "release": ("jobs.queue:release", "Release held jobs."),
         "priority": ("jobs.queue:priority", "Change the priority of jobs."),
         "search": ("jobs.search:search", "Try hyperparameters, each trial a job of the queue."),
         "limits": ("jobs.limits:limits", "Show what each user has, and may have at a time."),

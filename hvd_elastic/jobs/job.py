@@ -245,7 +245,7 @@ class Hold(msgspec.Struct, tag="hold"):
 
 
 class Release(msgspec.Struct, tag="release"):
-    """Let jobs go on that are held back."""
+    """Release held jobs."""
 
     jobs: list[int]
 

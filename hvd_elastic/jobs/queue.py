@@ -277,7 +277,7 @@ class JobQueue:
         return waiting, running, plain, over
 
     def release(self, numbers: Collection[int]) -> tuple[list[Job], list[Job], list[Job]]:
-        """Let jobs go on that are held back.
+        """Release held jobs.
 
         Returns:
             Those that were held back, those that were not, and those that have ended before.

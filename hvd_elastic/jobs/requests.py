@@ -197,7 +197,7 @@ class QueueRequests:
         self._operator_state.pause(by)
         self._queue.changed = True
         if by:
-            return Answer(f"cluster {self._name} is paused: jobs that run go on, none is started")
+            return Answer(f"cluster {self._name} is paused: running jobs continue, none is started")
         return Answer(f"cluster {self._name} starts jobs again")
 
     def _end(self, request: ask.Down) -> Answer:

@@ -109,13 +109,13 @@ def of_user(
             pass
         case _ if user not in operators:
             raise RunError(
-                f"the daemon is that of user {user_name(None)}, who ends and pauses it and drains "
+                f"the daemon belongs to user {user_name(None)}, who ends and pauses it and drains "
                 "hosts, as may operators (hvd-elastic up --operators)"
             )
     for job in jobs.values():
         if job.request.user != user and user not in operators:
             raise RunError(
-                f"job {job.number} ({job.run_id}) is that of user {user_name(job.request.user)}, "
+                f"job {job.number} ({job.run_id}) belongs to user {user_name(job.request.user)}, "
                 "who may change it, as may operators (hvd-elastic up --operators). Nothing was "
                 "changed"
             )

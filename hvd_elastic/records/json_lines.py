@@ -273,7 +273,7 @@ def encode_line(record: Record) -> bytes:
         text = json.dumps(record, default=as_plain, allow_nan=False, separators=(",", ":"))
     except ValueError:
         # JSON lacks NaN and infinity, as of a diverged loss: null is written instead.
-        text = json.dumps(_without_nan(record), default=as_plain, separators=(",", ":"))
+        text = json.dumps(without_nan(record), default=as_plain, separators=(",", ":"))
     return text.encode("ascii") + b"\n"
 
 
@@ -295,15 +295,20 @@ def as_plain(value: Any) -> Any:
     for name in ("tolist", "item"):
         convert = getattr(value, name, None)
         if callable(convert):
-            return _without_nan(convert())
+            return without_nan(convert())
     return str(value)
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Return a value as JSON has it: lists for tuples, and None for what is no finite number.
+
+    >>> without_nan({"points": [(1, float("nan"))]})
+    {'points': [[1, None]]}
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _without_nan(item) for key, item in value.items()}
+        return {str(key): without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return value

@@ -29,6 +29,7 @@ from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.job import JobRequest
 from hvd_elastic.own_files import private_folder
+from hvd_elastic.records.json_lines import without_nan
 from hvd_elastic.records.process_lock import is_locked, take_lock
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.search.rungs import judged_value
@@ -101,16 +102,16 @@ class Definition:
     def differences(self, other: Definition) -> list[str]:
         """Return what differs between two definitions of a study of one name, in words."""
         pairs = {
-            "the parameters": (self.params, other.params),
-            "the file of the parameters": (self.space, other.space),
-            "the metric": (self.metric, other.metric),
-            "the goal": (self.rules.goal, other.rules.goal),
-            "the rungs": (self.rules.rung_examples, other.rules.rung_examples),
-            "the sampler": (self.sampler, other.sampler),
-            "the command": (self.request.words, other.request.words),
-            "the folder": (self.request.spec.get("cwd"), other.request.spec.get("cwd")),
-            "the cluster": (self.cluster, other.cluster),
-            "the options of its jobs": (self._options, other._options),
+            "parameters": (self.params, other.params),
+            "file of the parameters": (self.space, other.space),
+            "metric": (self.metric, other.metric),
+            "goal": (self.rules.goal, other.rules.goal),
+            "rungs": (self.rules.rung_examples, other.rules.rung_examples),
+            "sampler": (self.sampler, other.sampler),
+            "command": (self.request.words, other.request.words),
+            "folder": (self.request.spec.get("cwd"), other.request.spec.get("cwd")),
+            "cluster": (self.cluster, other.cluster),
+            "options of its jobs": (self._options, other._options),
         }
         return [what for what, (one, two) in pairs.items() if one != two]
 
@@ -176,11 +177,10 @@ class Study:
                 if not differing and (is_used or not trials):
                     return found
                 if is_used:
-                    are_many = len(differing) > 1 or differing[0].endswith("s")
                     raise UsageError(
-                        f"there is a study {definition.name} already, and {_listed(differing)} "
-                        f"{'differ' if are_many else 'differs'}. Give this one another --name; "
-                        f"the other one goes on with: hvd-elastic search resume {found.name}"
+                        f"there is a study {definition.name} already, with other values of: "
+                        f"{', '.join(differing)}. Give this one another --name, or continue that "
+                        f"one: hvd-elastic search resume {found.name}"
                     )
                 for path in folder.iterdir():
                     if path != found._lock:
@@ -241,7 +241,7 @@ class Study:
     # -- trials ----------------------------------------------------------------------------
 
     def trials(self) -> list[Trial]:
-        """Return the trials, by number, as far as the journal tells: those that have ended."""
+        """Return the trials in the journal, by number: what they reported only if they ended."""
         kept: list[FrozenTrial] = []
         if self._journal.exists():
             with contextlib.suppress(_NoStudyYetError), self._readable():
@@ -287,46 +287,39 @@ class Study:
             self._study.add_trial(made)
         return _trial_of(self._study.get_trials(deepcopy=False)[number])
 
-    def report(self, trial: Trial) -> None:
-        """Write the newest point of a trial into the journal, if it is far from the last there."""
+    def report(self, trial: Trial, apart: float = _REPORTED) -> None:
+        """Write the newest point of a trial into the journal.
+
+        Args:
+            apart: growth of the examples since the last point there, below which it is not written.
+        """
         if not trial.points:
             return
-        examples = trial.points[-1].examples
-        if examples >= _REPORTED * self._reported.get(trial.number, 0.0):
-            self._report(trial)
+        examples, value, _ = trial.points[-1]
+        if examples >= apart * self._reported.get(trial.number, 0.0):
+            storage, frozen = self._frozen(trial)
+            storage.set_trial_intermediate_value(frozen._trial_id, int(examples), float(value))
+            self._reported[trial.number] = examples
 
     def end_trial(self, trial: Trial) -> None:
         """Write how a trial has ended."""
-        import optuna
+        from optuna.trial import TrialState
 
-        storage, study = self._open()
-        frozen = study.get_trials(deepcopy=False)[trial.number]
+        storage, frozen = self._frozen(trial)
         if frozen.state.is_finished():
             return
-        self._report(trial)
+        self.report(trial, 0.0)
         end = {name: getattr(trial, name) for name in _KEPT}
-        end["status"] = trial.status.value
-        end["points"] = [
-            [examples, value if math.isfinite(value) else None, at]
-            for examples, value, at in trial.points
-        ]
+        end |= {"status": trial.status.value, "points": without_nan(trial.points)}
         storage.set_trial_user_attr(frozen._trial_id, _END, end)
-        state = optuna.trial.TrialState[_STATES[trial.status]]
-        values = None
-        if trial.status is TrialStatus.DONE:
-            rules = self.definition.rules
-            values = [rules.number_of(judged_value(rules, trial))]
-        storage.set_trial_state_values(frozen._trial_id, state, values)
+        rules = self.definition.rules
+        is_done = trial.status is TrialStatus.DONE
+        values = [rules.number_of(judged_value(rules, trial))] if is_done else None
+        storage.set_trial_state_values(frozen._trial_id, TrialState[_STATES[trial.status]], values)
 
-    def _report(self, trial: Trial) -> None:
-        if trial.points:
-            storage, study = self._open()
-            frozen = study.get_trials(deepcopy=False)[trial.number]
-            point = trial.points[-1]
-            storage.set_trial_intermediate_value(
-                frozen._trial_id, int(point.examples), float(point.value)
-            )
-            self._reported[trial.number] = point.examples
+    def _frozen(self, trial: Trial) -> tuple[JournalStorage, FrozenTrial]:
+        storage, study = self._open()
+        return storage, study.get_trials(deepcopy=False)[trial.number]
 
     # -- Optuna ----------------------------------------------------------------------------
 
@@ -500,8 +493,3 @@ def _quiet() -> Iterator[None]:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float)) else str(value)
-
-
-def _listed(parts: Sequence[str]) -> str:
-    *most, last = parts
-    return f"{', '.join(most)} and {last}" if most else last

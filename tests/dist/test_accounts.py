@@ -155,7 +155,7 @@ for request in requests:
     try:
         done.append(f"{request}: {ask_daemon(place, request).message}")
     except HvdElasticError as error:
-        if "is that of user" not in str(error):
+        if "belongs to user" not in str(error):
             done.append(f"{request}: {error}")
 for path in map(Path, paths):
     try:
@@ -231,7 +231,7 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     ]
     assert told == [(f"of-{ada}", ["sh"]), (f"of-{bob}", ["sh"]), ("private", [])]
     assert lab.jobs(fay)[numbers[fay]]["command"][:2] == ["sh", "-c"], "whole for its user"
-    assert f"is that of user {bob}" in lab.call(eve, "logs", numbers[bob]).stderr
+    assert f"belongs to user {bob}" in lab.call(eve, "logs", numbers[bob]).stderr
     past = json.loads(lab.done(eve, "history", "--json"))
     assert {job["job"]: job["user"] for job in past} == {n: user for user, n in numbers.items()}
     stranger = lab.folder / "nobody"

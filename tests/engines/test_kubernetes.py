@@ -334,6 +334,7 @@ def test_an_image_that_cannot_be_used_is_told(stage, nodes, image: str, told: st
         job.wait_for(lambda: told in said(), told)
 
 
+@COSTLY
 def test_a_pod_of_a_higher_priority_takes_the_place_of_a_host(stage, nodes) -> None:
     """The host has all GPUs of its node, and so has the pod that preempts it."""
     high = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1000}

@@ -350,8 +350,8 @@ def _start(folder: CloudFolder, provider: Provider, definition: Definition) -> l
         number = len(machines.live())
         if number < definition.least:
             raise RunError(
-                f"{count(number, 'machine')} of at least {definition.least} could be started: "
-                "ask for further types or zones, for fewer, or later"
+                f"{count(number, 'machine')} of at least {definition.least} could be started"
+                f"{_within(definition)}: ask for further types or zones, for fewer, or later"
             )
         ready = [*hosts.wait()]
         if why := hosts.stay():
@@ -406,7 +406,13 @@ def _show_plan(machines: Machines, as_json: bool) -> None:
         f"{duration_words(asked.max_s)}. Nothing was started."
     )
     if number < asked.least:
-        raise RunError(f"{count(number, 'machine')} of at least {asked.least} would be started")
+        raise RunError(
+            f"{count(number, 'machine')} of at least {asked.least} would be started{_within(asked)}"
+        )
+
+
+def _within(asked: Definition) -> str:
+    return "" if asked.budget is None else f" within --budget {asked.budget:g} an hour"
 
 
 # -- down --------------------------------------------------------------------------------------
@@ -571,7 +577,7 @@ def list_(
         rows += [_machine_row(each) for each in more]
     if as_json:
         print_json(rows)
-    else:
+    elif rows or not fails:
         _show_machines(rows)
     if fails:
         raise RunError("; ".join(fails))

@@ -49,7 +49,7 @@ def notify_held_s(command: str | None, held: str | None) -> float | None:
     if command is not None and not command.strip():
         raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
     if command is None and held is not None:
-        raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+        raise UsageError("--notify-held sets when --notify runs: give --notify COMMAND too")
     return None if held is None else parse_duration("--notify-held", held)
 
 
@@ -127,7 +127,7 @@ class UpOptions:
                 level not in (None, "failed", "warning")
             ),
             "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
-            "make faults up. hvd-elastic hosts shows them, and --notify tells of them": (
+            "make faults up. hvd-elastic hosts shows them, and --notify reports them": (
                 shared and level is not None
             ),
             "name the hosts of the cluster: hvd-elastic up HOSTFILE, or --cloud NAME": (
@@ -360,12 +360,12 @@ def _tell_up(place: ClusterFolder, hostfile: Path, as_json: bool) -> None:
 
 def down(
     leave_jobs: Annotated[
-        bool, option("end the daemon only; its jobs go on", "--leave-jobs")
+        bool, option("end the daemon only; its jobs continue", "--leave-jobs")
     ] = False,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """End the daemon of a cluster; its jobs end after a checkpoint, and go on at the next up.
+    """End the daemon of a cluster; its jobs end after a checkpoint and continue at the next up.
 
     A plain command has no checkpoint, and starts from its beginning then.
 
@@ -492,7 +492,7 @@ def _answer(answer: Answer, as_json: bool) -> None:
 def warn_of_no_daemon(place: ClusterFolder) -> None:
     """Print that nothing is decided, since the cluster has no daemon."""
     print(
-        f"cluster {place.name} has no daemon; jobs that run go on, none is started. Start it "
+        f"cluster {place.name} has no daemon; running jobs continue, none is started. Start it "
         f"with: hvd-elastic up {place.daemon().get('hostfile', 'HOSTFILE')}",
         file=sys.stderr,
     )

@@ -89,7 +89,7 @@ def run_of_job(words: str) -> RunFolder | None:
             uid = job.request.user
             owner = user_words(place.path.stat().st_uid if uid is None else uid)
             raise RunError(
-                f"job {job.number} ({job.run_id}) is that of {owner}, and its logs, run folder "
+                f"job {job.number} ({job.run_id}) belongs to {owner}; its logs, run folder "
                 f"and processes are for that user alone. What others see: hvd-elastic why "
                 f"{job.number} --cluster {place.name}"
             )

@@ -246,7 +246,7 @@ def why_rows(job: Job, awaits: bool, now: float, *, is_own: bool = True) -> list
         )
     elif job.status.value == "queued" and not request.hold:
         which = "that it waits for" if awaits else "before it"
-        rows.append(("expected", f"start not known: no job {which} says when it ends"))
+        rows.append(("expected", f"start not known: no job {which} has a known end"))
     limits = bounds_words(request.min_np, request.max_np, "slot")
     limits += f", priority {request.priority:g}"
     if request.deadline is not None:
@@ -328,7 +328,7 @@ def requeue(
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put jobs back into the queue; they go on from their last checkpoint, plain ones start anew.
+    """Put jobs back into the queue; they continue from a checkpoint, plain ones start again.
 
     A job that runs ends after a checkpoint first. A job that has ended runs with the environment
     of this shell.
@@ -363,7 +363,7 @@ def hold(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = Fa
 
 
 def release(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = False) -> None:
-    """Let jobs go on that are held back; they continue from their last checkpoint.
+    """Release held jobs; they continue from their last checkpoint.
 
     Examples:
       hvd-elastic release 12

@@ -33,6 +33,7 @@ from hvd_elastic.cli.output import print_json, print_rows, print_table, table_li
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
+from hvd_elastic.records.json_lines import without_nan
 from hvd_elastic.search.rungs import judged_examples, judged_value, rungs_reached
 from hvd_elastic.search.searching import Search, cluster_of
 from hvd_elastic.search.space import Space, check_space, grid_size, of_file, parse_param
@@ -53,7 +54,7 @@ Detach = Annotated[bool, option("search in the background; see show and stop", "
 
 @dataclass(frozen=True)
 class SearchOptions(SubmitOptions):
-    """The options of ``search``: those of the job of a trial, and those of the study."""
+    """Options of a trial's job, and of the study."""
 
     name: Annotated[str | None, option("name of the study (default: of the script)", "--name")] = (
         None
@@ -64,7 +65,7 @@ class SearchOptions(SubmitOptions):
     param: Annotated[
         list[str] | None,
         option(
-            "a parameter: lr=1e-4..1:log, layers=1..8, drop=0..0.5:0.1 or act=relu,gelu; repeat it",
+            "parameter: lr=1e-4..1:log, layers=1..8, drop=0..0.5:0.1 or act=relu,gelu; repeat it",
             "--param",
             "-p",
             metavar="NAME=VALUES",
@@ -78,16 +79,16 @@ class SearchOptions(SubmitOptions):
         str | None, option("metric that the script reports, such as val/accuracy", "--metric")
     ] = None
     aim: Annotated[
-        str | None, option("max or min: what of the metric is best", "--goal", metavar="max|min")
+        str | None, option("whether more or less is better", "--goal", metavar="max|min")
     ] = None
     trials: Annotated[
-        int | None, whole_number_option("how many trials (grid: all, by default)", "--trials")
+        int | None, whole_number_option("most trials (default with grid: all)", "--trials")
     ] = None
     rungs: Annotated[
         int, whole_number_option("rungs at which trials are compared; 1: none", "--rungs")
     ] = 1
     reduction: Annotated[
-        int, whole_number_option("one of so many goes on from a rung", "--reduction", least=2)
+        int, whole_number_option("one of so many continues at a rung", "--reduction", least=2)
     ] = 3
     max_examples: Annotated[
         float | None,
@@ -112,18 +113,16 @@ class SearchOptions(SubmitOptions):
 
     def definition(self, place: ClusterFolder) -> Definition:
         """Return what the study searches, and how."""
-        trials = self.trials or grid_size(dict(map(parse_param, self.param or ())))
         request = self.request(place)
-        deadline = self.deadline and time.time() + parse_duration("--deadline", self.deadline)
         return Definition(
             metric=self.metric or "",
             rules=Rules(
-                goal=self.aim or "",
-                trials=trials,
-                rungs=self.rungs,
-                reduction=self.reduction,
-                max_examples=self.max_examples,
-                deadline=deadline or None,
+                self.aim or "",
+                self.trials or grid_size(_space_of(self.param)),
+                self.rungs,
+                self.reduction,
+                self.max_examples,
+                _until(self.deadline),
             ),
             request=replace(request, name=request.name[:_LONGEST_NAME], deadline=None),
             cluster=str(place.path),
@@ -136,12 +135,11 @@ class SearchOptions(SubmitOptions):
     def _check_study(self) -> None:
         if self.name is not None and len(self.name) > _LONGEST_NAME:
             raise UsageError(
-                f"--name {self.name}: a study's has at most {_LONGEST_NAME} characters"
+                f"--name {self.name}: the name of a study has at most {_LONGEST_NAME} characters"
             )
         if not self.metric:
             raise UsageError(
-                "give --metric NAME: which metric of the script is searched for, such as "
-                "val/accuracy"
+                "give --metric NAME: the metric that the script reports, such as val/accuracy"
             )
         if self.aim is None:
             raise UsageError(
@@ -155,12 +153,12 @@ class SearchOptions(SubmitOptions):
             return
         if not self.checkpoint_every_s:
             raise UsageError(
-                "a trial that is held goes on from a checkpoint: with --rungs, --checkpoint-every "
-                "is above 0"
+                "a held trial continues from its checkpoint, so --rungs needs --checkpoint-every "
+                "above 0"
             )
         if self.max_examples is None:
             raise UsageError(
-                "--rungs need --max-examples: the last rung is there, and each other one at "
+                "--rungs needs --max-examples: the last rung is there, and each other one at "
                 f"1/{self.reduction} of the next"
             )
         most = 1
@@ -177,11 +175,11 @@ class SearchOptions(SubmitOptions):
         if self.sampler not in SAMPLERS:
             raise UsageError(f"--sampler is one of {', '.join(SAMPLERS)}, not '{self.sampler}'")
         if self.sampler == "grid" and self.space is not None:
-            raise UsageError("--sampler grid needs all values in advance: give --param, not a file")
+            raise UsageError("--sampler grid needs all values in advance: use --param, not a file")
         if self.sampler == "grid":
-            _check_grid(dict(map(parse_param, self.param or ())), self.trials)
+            _check_grid(_space_of(self.param), self.trials)
         elif self.trials is None:
-            raise UsageError("give --trials N: how many trials the study has at most")
+            raise UsageError("give --trials N: the most trials of the study")
         if self.sampler == "gp":
             try:
                 import scipy  # noqa: F401
@@ -211,8 +209,7 @@ class SearchOptions(SubmitOptions):
                 check_space([*values], self.command, source=where)
             return
         names = [parse_param(text)[0] for text in self.param or ()]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
+        if twice := [name for name in names if names.count(name) > 1]:
             raise UsageError(f"--param names {twice[0]} twice")
         check_space(names, self.command)
 
@@ -223,10 +220,10 @@ class SearchOptions(SubmitOptions):
     pass_on=True,
 )
 def start(options: SearchOptions, detach: Detach = False) -> None:
-    """Start a study, or go on with one that was started so.
+    """Start a study, or continue one of the same name and options.
 
     Each trial is a job; {NAME} in the command is the parameter's value. With [bold]--rungs[/bold]
-    trials are compared at equal numbers of useful examples, and only the best of them go on.
+    trials are compared at equal numbers of useful examples, and only the best of them continue.
 
     Examples:
       hvd-elastic search --param lr=1e-4..1:log --metric val/accuracy --goal max --trials 64
@@ -256,14 +253,14 @@ def start(options: SearchOptions, detach: Detach = False) -> None:
 def resume(
     name: StudyArgument,
     trials: Annotated[
-        int | None, whole_number_option("how many trials it has at most, now", "--trials")
+        int | None, whole_number_option("most trials from now on", "--trials")
     ] = None,
     deadline: Annotated[
-        str | None, option("end it within, such as 6h, from now on", "--deadline", metavar="TIME")
+        str | None, option("end it within, such as 6h from now", "--deadline", metavar="TIME")
     ] = None,
     detach: Detach = False,
 ) -> None:
-    """Go on with a study whose process has ended, or that is to have more trials.
+    """Continue a study whose process has ended, or give it more trials.
 
     Examples:
       hvd-elastic search resume digits
@@ -274,11 +271,9 @@ def resume(
     rules = study.definition.rules
     if study.definition.sampler == "grid":
         _check_grid(study.definition.values, trials)
-    if deadline is not None:
-        until = time.time() + parse_duration("--deadline", deadline)
-        rules = replace(rules, deadline=until)
     _check_daemon(cluster_of(study))
-    _run(study, detach, rules if trials is None else replace(rules, trials=trials))
+    until = _until(deadline) or rules.deadline
+    _run(study, detach, replace(rules, trials=trials or rules.trials, deadline=until))
 
 
 def show(
@@ -358,6 +353,10 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
     words = f"study {name} has ended; see: hvd-elastic search show {name}"
     if study.is_running:
         study.stop_request.touch()
+        try:
+            _check_daemon(cluster_of(study))
+        except RunError as error:
+            raise RunError(f"{error}. Study {name}, which waits for one, ends then") from error
     elif any(trial.status.active for trial in study.trials()):
         _check_daemon(cluster_of(study))
         with study.lock():
@@ -410,7 +409,7 @@ def best(
         _get(found["run_id"], get, to, as_json)
         print(
             f"trial {found['trial']} of study {name}, after {found['examples']:,.0f} useful "
-            f"examples; its {study.definition.metric} of {_short(found['value'])} is that at "
+            f"examples; its {study.definition.metric} was {_short(found['value'])} at "
             f"{found['value_examples']:,.0f}",
             file=sys.stderr,
         )
@@ -459,6 +458,14 @@ def _check_daemon(place: ClusterFolder) -> None:
     ask_daemon(place, Hosts())
 
 
+def _space_of(params: Sequence[str] | None) -> Space:
+    return dict(map(parse_param, params or ()))
+
+
+def _until(deadline: str | None) -> float | None:
+    return None if deadline is None else time.time() + parse_duration("--deadline", deadline)
+
+
 def _check_grid(space: Space, trials: int | None) -> None:
     size = grid_size(space)
     if trials is not None and trials > size:
@@ -478,7 +485,7 @@ def _run(study: Study, detach: bool, rules: Rules) -> None:
     if not detach:
         raise typer.Exit(work(lambda: None))
     begin_in_background("search", study.log, work)
-    print(f"study {study.name} goes on in the background: hvd-elastic search show {study.name}")
+    print(f"study {study.name} runs in the background: hvd-elastic search show {study.name}")
 
 
 def _search(study: Study, tell: Callable[[str], None]) -> int:
@@ -490,7 +497,7 @@ def _search(study: Study, tell: Callable[[str], None]) -> int:
     except KeyboardInterrupt:
         name = study.name
         print(
-            f"\nstudy {name}: its trials train on, but none is compared, held or added until: "
+            f"\nstudy {name}: its trials continue, but none is compared, held or added until: "
             f"hvd-elastic search resume {name}   End it with: hvd-elastic search stop {name}",
             file=sys.stderr,
         )
@@ -498,7 +505,7 @@ def _search(study: Study, tell: Callable[[str], None]) -> int:
     except OSError as error:
         raise RunError(
             f"the journal of study {study.name} cannot be written: {error.strerror}. Its trials "
-            f"go on; when there is room in {study.folder}: hvd-elastic search resume {study.name}"
+            f"continue. When it can be written: hvd-elastic search resume {study.name}"
         ) from error
     words = f"study {study.name} has ended: {why}"
     if any(math.isfinite(point.value) for trial in search.trials for point in trial.points):
@@ -550,26 +557,24 @@ def _write_page(study: Study, path: Path) -> None:
 
 def _row(rules: Rules, trial: Trial) -> dict[str, Any]:
     """Return a trial as JSON."""
-    return {
-        "trial": trial.number,
-        "status": trial.status.value,
-        "value": _number(judged_value(rules, trial)),
-        "value_examples": judged_examples(rules, trial),
-        "examples": trial.examples,
-        "rung": rungs_reached(rules, trial),
-        "params": dict(trial.params),
-        "slots": trial.slots,
-        "slot_h": trial.slot_s / 3600,
-        "job": trial.job,
-        "run_id": trial.run_id,
-        "reason": trial.reason,
-        "points": [[examples, _number(value), at] for examples, value, at in trial.points],
-    }
-
-
-def _number(value: float) -> float | None:
-    """Return a number for JSON, which has no NaN."""
-    return value if math.isfinite(value) else None
+    row: dict[str, Any] = without_nan(
+        {
+            "trial": trial.number,
+            "status": trial.status.value,
+            "value": judged_value(rules, trial),
+            "value_examples": judged_examples(rules, trial),
+            "examples": trial.examples,
+            "rung": rungs_reached(rules, trial),
+            "params": trial.params,
+            "slots": trial.slots,
+            "slot_h": trial.slot_s / 3600,
+            "job": trial.job,
+            "run_id": trial.run_id,
+            "reason": trial.reason,
+            "points": trial.points,
+        }
+    )
+    return row
 
 
 def _print_csv(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -41,7 +41,7 @@ _PRIVATE = "private"
 
 @dataclass(frozen=True)
 class SubmitOptions(RunOptions):
-    """The options of ``submit``: those of a run that choose no hosts, and those of a job."""
+    """Options of ``submit``: options of a run that choose no hosts, and options of a job."""
 
     np: Annotated[
         int | None, whole_number_option("number of slots of a --fixed job", "--np", "-n")

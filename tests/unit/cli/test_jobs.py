@@ -158,9 +158,9 @@ def test_why_tells_what_hides_the_start_or_end_of_a_job(
         return line
 
     assert "nobody can say how long a plain command takes" in expected(awaited.number)
-    assert "no job that it waits for says when it ends" in expected(waits.number)
+    assert "no job that it waits for has a known end" in expected(waits.number)
     store.save([replace(awaited, status=JobStatus.SUCCEEDED)])
-    assert "no job before it says when it ends" in expected(waits.number)
+    assert "no job before it has a known end" in expected(waits.number)
     store.close()
 
 

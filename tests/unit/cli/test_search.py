@@ -45,12 +45,15 @@ def without(name: str) -> tuple[str, ...]:
         ((*GOOD, "--param", "lr=1,2", *TRAIN), "--param names lr twice"),
         ((*GOOD, "--param", "w=1,2", *TRAIN), "no word of the command has the placeholder {w}"),
         ((*GOOD, *TRAIN, "{w}"), "a placeholder {w}, and no parameter is named so"),
-        ((*GOOD, "--rungs", "3", *TRAIN), "--rungs need --max-examples"),
+        ((*GOOD, "--rungs", "3", *TRAIN), "--rungs needs --max-examples"),
         (
             (*GOOD, "--rungs", "9", "--max-examples", "100", *TRAIN),
             "--reduction 3 there are at most 5",
         ),
-        ((*GOOD, "--rungs", "2", "--checkpoint-every", "0", *TRAIN), "goes on from a checkpoint"),
+        (
+            (*GOOD, "--rungs", "2", "--checkpoint-every", "0", *TRAIN),
+            "continues from its checkpoint",
+        ),
         ((*GOOD, "--sampler", "best", *TRAIN), "--sampler is one of tpe, random, grid, gp"),
         ((*GOOD, "--sampler", "grid", *TRAIN), "lr is a range without a step"),
         (
@@ -144,3 +147,16 @@ def test_a_trial_without_a_number_is_not_the_best(
     with pytest.raises(SystemExit):
         main(["search", "show", "digits"])
     assert re.search(r"^- +0 +done ", capsys.readouterr().out, re.MULTILINE)  # no rank
+
+
+def test_a_study_that_cannot_end_without_a_daemon_says_so_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = JobRequest("digits", {"command": ["train.py", "{lr}"], "cwd": "/"})
+    grid = ("lr=1,2",)
+    study = Study.create(Definition("acc", Rules("max", 2), request, str(tmp_path / "c"), grid))
+    with study.lock(), pytest.raises(SystemExit) as ended:
+        main(["search", "stop", "digits"])
+    assert ended.value.code == 1
+    assert "cluster c has no daemon" in capsys.readouterr().err
+    assert study.stop_request.exists()

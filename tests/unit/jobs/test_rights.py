@@ -83,7 +83,7 @@ def test_what_no_job_can_have_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("request_", [Cancel([7], "x"), Requeue([7], {}), SetPriority([7], 2.0)])
 def test_a_job_is_changed_by_its_user_and_operators_alone(request_: Request) -> None:
-    with pytest.raises(RunError, match=r"job 7 \(train-7-00ff\) is that of user 4001"):
+    with pytest.raises(RunError, match=r"job 7 \(train-7-00ff\) belongs to user 4001"):
         of_user(request_, EVE, (), OF_BOB)
     for user, operators in ((BOB, ()), (EVE, (EVE,))):
         of_user(request_, user, operators, OF_BOB)
@@ -101,7 +101,7 @@ def test_a_job_is_cancelled_in_the_own_name_with_its_cause() -> None:
 def test_the_cluster_is_changed_by_operators_alone_and_in_their_own_name() -> None:
     drain = DrainHost("a", "bad DIMM", "ann", 1.0)
     for request in (Down(leave_jobs=True), drain, UndrainHost("a", "ann"), Pause("ann"), Pause("")):
-        with pytest.raises(RunError, match="the daemon is that of user"):
+        with pytest.raises(RunError, match="the daemon belongs to user"):
             of_user(request, BOB, (EVE,), {})
         asked: Any = of_user(request, EVE, (EVE,), {})
         if getattr(request, "by", ""):

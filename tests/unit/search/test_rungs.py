@@ -26,6 +26,10 @@ def trial(number: int, *values: float, status: TrialStatus = TrialStatus.RUNNING
     return Trial(number, {}, status, points, points[-1].examples if points else 0.0, **more)
 
 
+def round_down_half(number: int, divisor: int) -> int:
+    return math.ceil(number / divisor - 0.5)
+
+
 class Study:
     """A study in which trials report in a random order, and every decision is carried out.
 
@@ -85,7 +89,7 @@ class Study:
         for rung in range(1, self.rules.rungs):
             there = sum(rungs_reached(self.rules, each) >= rung for each in self.trials.values())
             on = [each for each in above if rungs_reached(self.rules, each) == rung]
-            assert len(on) <= max(1, there // self.rules.reduction)
+            assert len(on) <= max(1, round_down_half(there, self.rules.reduction))
         if above and len(above) < len(training):
             assert min(self.priorities.get(each.number, 1.0) for each in above) > 1
 
@@ -150,13 +154,15 @@ def test_the_first_trials_of_a_rung_are_held_until_there_are_enough() -> None:
     first = decide([trial(0, 0.5), trial(1), trial(2)], RULES, 3, 0.0)
     assert (first.hold, first.add) == ((0,), 1)
     assert first.reasons[0] == (
-        "held: place 1 of 1 at rung 1 of 3 (100 useful examples), until 3 are there"
+        "held: place 1 of 1 at rung 1 of 3 (100 useful examples), until others have reached it"
     )
     held = trial(0, 0.5, status=TrialStatus.HELD)
+    second = decide([held, trial(1, 0.4), trial(2)], RULES, 3, 0.0)
+    assert (second.release, second.hold) == ((0,), (1,)), "the best of two does not wait"
     third = decide([held, trial(1, 0.4), trial(2, 0.3)], RULES, 3, 0.0)
     assert (third.release, third.hold) == ((0,), (1, 2))
-    assert third.reasons[0].startswith("goes on: place 1 of 3 at rung 1 of 3")
-    assert third.reasons[2].endswith("the best 1 go on")
+    assert third.reasons[0].startswith("continues: place 1 of 3 at rung 1 of 3")
+    assert third.reasons[2].endswith("the best 1 continue")
 
 
 def test_a_late_comer_replaces_a_trial_that_trains_beyond_its_rung() -> None:
@@ -184,7 +190,17 @@ def test_slots_follow_the_newest_reports_of_those_that_go_on() -> None:
     assert sorted(found.priorities, key=found.priorities.__getitem__) == [0, 1, 2]
 
 
-def test_of_equal_trials_the_earlier_goes_on() -> None:
+def test_a_trial_is_not_above_one_that_reports_more_with_fewer_examples() -> None:
+    ahead, below = trial(0, 0.9, 0.5), trial(1, 0.8)
+    others = [trial(n, 0.1, 0.1, status=TrialStatus.HELD) for n in range(2, 9)]
+    found = decide([ahead, below, *others], FULL, 16, 0.0)
+    assert {ahead.number, below.number} <= found.priorities.keys()
+    assert found.priorities[0] <= found.priorities[1]
+    better = decide([trial(0, 0.9, 0.85), below, *others], FULL, 16, 0.0)
+    assert better.priorities[0] > better.priorities[1]
+
+
+def test_of_equal_trials_the_earlier_continues() -> None:
     assert decide([trial(number, 0.5) for number in (2, 0, 1)], FULL, 3, 0.0).hold == (2, 1)
 
 

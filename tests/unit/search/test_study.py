@@ -77,9 +77,9 @@ def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
                 pass
     again = Study.create(defined())
     assert again.definition.token == study.definition.token
-    with pytest.raises(UsageError, match="the parameters and the metric differ"):
+    with pytest.raises(UsageError, match="with other values of: parameters, metric"):
         Study.create(defined("lr=1e-3..1", metric="loss"))
-    with pytest.raises(UsageError, match="the options of its jobs differ"):
+    with pytest.raises(UsageError, match="with other values of: options of its jobs"):
         Study.create(defined(request=replace(REQUEST, max_np=1)))
     with pytest.raises(RunError, match=r"there is no study 'other' in .*; there is: digits"):
         Study.open("other")
@@ -89,7 +89,7 @@ def test_a_study_whose_trials_have_ended_without_the_metric_gives_way() -> None:
     study = Study.create(defined(metric="accuracy"))
     with study.lock():
         trial = study.add_trial([])
-        with pytest.raises(UsageError, match="and the metric differs"):
+        with pytest.raises(UsageError, match="with other values of: metric"):
             Study.create(defined())
         study.end_trial(ended(trial, status=TrialStatus.FAILED))
     assert Study.create(defined()).trials() == []

@@ -112,6 +112,13 @@ def test_a_provider_that_fails_does_not_hide_the_machines_of_others(programs) ->
     done = CliRunner().invoke(app, ["cloud", "list", "--all", "--json", *programs])
     assert [row["id"] for row in json.loads(done.stdout)] == ["m1"]
     assert "command /nowhere: " in str(done.exception)
+    assert CliRunner().invoke(app, ["cloud", "list", "--all"]).stdout == ""  # not: 0 machines
+
+
+def test_a_plan_that_the_budget_cuts_short_says_so(programs) -> None:
+    more = ("--type", "large", "--instances", "1", "--max-hours", "1", "--budget", "1/h")
+    done = CliRunner().invoke(app, ["cloud", "up", "lab", *more, "--dry-run", *programs])
+    assert "0 machines of at least 1 would be started within --budget 1 an" in str(done.exception)
 
 
 def test_a_cloud_that_a_run_uses_keeps_its_definition(programs) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hvd_elastic.engines.growth import Growth, Limits
 from hvd_elastic.engines.kubernetes.api import Api, ApiError, why_ended
+from hvd_elastic.engines.kubernetes.engine import own_pod
 from hvd_elastic.engines.kubernetes.manifests import Asked
 from hvd_elastic.engines.kubernetes.pods import Pods
 from hvd_elastic.leader.spec import RunSpec
@@ -165,6 +166,14 @@ def test_the_end_of_a_pod_is_put_in_words(status: dict[str, Any], words: str) ->
     container = {"image": "image:1", "state": {"terminated": status}}
     told = status if status.get("reason") == "Evicted" else {"containerStatuses": [container]}
     assert words in why_ended({"status": told})
+
+
+def test_a_leader_that_is_faster_than_its_kubelet_waits_for_its_address(monkeypatch) -> None:
+    owned = {"metadata": {"ownerReferences": [{"kind": "Job"}]}}
+    answers = [{**owned, "status": status} for status in ({}, {"podIP": "10.0.0.1"})]
+    api: Any = SimpleNamespace(call=lambda *_, **__: answers.pop(0))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert own_pod(api)["status"]["podIP"] == "10.0.0.1"
 
 
 def test_a_server_that_is_away_is_called_again_and_a_refusal_ends_the_run(monkeypatch) -> None:
