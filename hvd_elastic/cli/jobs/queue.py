@@ -291,7 +291,8 @@ def wait(
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while any(status.active for status in store.statuses(numbers).values()):
         if deadline is not None and time.monotonic() > deadline:
-            raise RunError(f"not all jobs have ended within {timeout}; see: hvd-elastic queue")
+            within = duration_words(limit_s or 0.0)
+            raise RunError(f"not all jobs have ended within {within}; see: hvd-elastic queue")
         time.sleep(_POLL_S)
     ended = list(store.jobs(numbers).values())
     if as_json:

@@ -46,6 +46,15 @@ def test_name_of_ended_jobs_is_that_of_the_last_submission(
     store.close()
 
 
+def test_waiting_ends_after_the_time_that_was_given(
+    place: ClusterFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["wait", "1", "--cluster", place.name, "--timeout", "0.1"])
+    assert ended.value.code == 1
+    assert "not all jobs have ended within 0.10 s" in capsys.readouterr().err
+
+
 def test_run_is_named_by_number_or_name_of_its_job(
     place: ClusterFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
