@@ -455,7 +455,12 @@ class RunMachine:
             hint = "" if code else "; hvd.stop(reason) ends training early on all of them"
             self._fail(worker, f"{how} before its training function returned", hint)
         elif code == 0:
-            self._fail(worker, f"{how} without ever calling the run function of hvd_elastic")
+            how = f"{how} without ever calling the run function of hvd_elastic"
+            hint = (
+                "; training is done in a function with @hvd.run (docs/training-script.md), and "
+                "hvd-elastic submit --plain runs a command that does not train"
+            )
+            self._fail(worker, how, hint)
         else:
             self._fail(worker, f"{how} before training began")
 

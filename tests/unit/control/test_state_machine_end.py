@@ -44,6 +44,7 @@ def test_script_that_ends_before_training(code, message):
     assert isinstance(end, Finish)
     assert end.status == "failed"
     assert message in end.message
+    assert ("@hvd.run" in end.message) == (code == 0)
 
 
 @pytest.mark.parametrize("code", [0, 1, 255])
