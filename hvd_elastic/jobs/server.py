@@ -230,7 +230,8 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     if place.is_others:
         owner = user_words(place.path.stat().st_uid)
         folder = place.path.resolve()  # not this user's link to it
-        ask = f"It is {owner} who starts it: hvd-elastic up HOSTFILE --place {folder} --group GROUP"
+        up = f"hvd-elastic up HOSTFILE --place {folder} --group GROUP"
+        ask = f"Only {owner} can start it: {up}"
     try:
         with _connect(place) as connection:
             connection.sendall(msgspec.json.encode(request))

@@ -70,7 +70,7 @@ def decide(
         add = min(max(0, slots - taken) // least, rules.trials - len(trials))
     finished = ""
     if not train and not is_open:
-        finished, end, hold = "no trial is left to train", active, []
+        finished, end = "no trial is left to train", active
     return Decision(
         hold=tuple(trial.number for trial in hold if trial.status is not TrialStatus.HELD),
         release=tuple(trial.number for trial in train if trial.status is TrialStatus.HELD),

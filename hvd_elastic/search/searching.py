@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class Search:
                 self._failure = self._failure or self._common_failure(self._ended)
             why = "stopped by its user" if self.study.stop_request.exists() else decision.finished
             if why or self._failure:
-                return self._finish(why)
+                return self._finish(why, decision.hold)
             self._act(decision)
         except (RefusedError, StudyError):
             raise
@@ -221,11 +221,15 @@ class Search:
             f"hvd-elastic logs {first.run_id}"
         )
 
-    def _finish(self, why: str) -> str:
-        """End all jobs; return why the study has ended when they have."""
+    def _finish(self, why: str, at_rung: Collection[int]) -> str:
+        """End all jobs; return why the study has ended when they have.
+
+        Args:
+            at_rung: trials that would be held now.
+        """
         self._why = why
         if active := [number for number, job in self._jobs.items() if job.status.active]:
-            self._cancel(active)
+            self._cancel(active, at_rung)
             return ""
         definition = self.study.definition
         for trial in self.trials:
@@ -271,8 +275,12 @@ class Search:
             self.trials.append(trial)
             self._submit(trial)
 
-    def _cancel(self, numbers: Sequence[int]) -> None:
-        """End the jobs of trials, each for its own cause; not those that are being ended."""
+    def _cancel(self, numbers: Sequence[int], at_rung: Collection[int] = ()) -> None:
+        """End the jobs of trials, each for its own cause; not those that are being ended.
+
+        Args:
+            at_rung: trials that are at a rung but were not held yet.
+        """
         rules = self.study.definition.rules
         last = rules.rung_examples[-1:]
         causes: dict[CancelCause, list[int]] = defaultdict(list)
@@ -283,7 +291,9 @@ class Search:
             cause = CancelCause.STUDY
             if last and trial.examples >= last[0]:
                 cause = CancelCause.TRAINED
-            elif trial.status is TrialStatus.HELD and rungs_reached(rules, trial):
+            elif number in at_rung or (
+                trial.status is TrialStatus.HELD and rungs_reached(rules, trial)
+            ):
                 cause = CancelCause.AT_RUNG
             causes[cause].append(job.number)
         for cause, jobs in causes.items():

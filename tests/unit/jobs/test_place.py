@@ -63,5 +63,5 @@ def test_a_place_that_is_another_users_now_is_refused_until_it_is_accepted(
     (known,) = (tmp_path / "home" / "clusters").glob(".*")
     assert str(refused.value).endswith(f"If that is right: rm {known}")
     known.unlink()
-    with pytest.raises(RunError, match=r"no daemon\. user nobody"):
+    with pytest.raises(RunError, match=r"no daemon\. Only user nobody"):
         ask_daemon(open_cluster("queue"), Hosts())

@@ -290,6 +290,21 @@ def test_a_job_says_why_its_trial_was_ended(play: Callable[..., Played]) -> None
     ]
 
 
+def test_a_trial_at_a_rung_when_the_study_ends_was_stopped_there(
+    play: Callable[..., Played],
+) -> None:
+    played = play(trials=2, rungs=2, reduction=2, max_examples=200.0)
+    played.step()
+    played.start(0, 1)
+    played.train(1, (110, 0.9), (210, 0.95))
+    played.step()
+    played.end(1)
+    played.train(0, (110, 0.2))  # it runs, and was not held yet
+    played.step()
+    cancelled = played.job(0).request.cancelled
+    assert cancelled == Cancelled("search digits", CancelCause.AT_RUNG)
+
+
 def test_a_metric_that_is_never_reported_is_told_after_the_first_trial(
     play: Callable[..., Played],
 ) -> None:
