@@ -211,6 +211,7 @@ class CloudHosts:
             RunError: they cannot be had, or are not needed any more.
         """
         began, said, wait_s = time.monotonic(), "", _WAIT_S
+        least_left_s = 0.0 if growth is None else leave_before_s()  # a run drains them then
         while True:
             try:
                 error = ""
@@ -235,7 +236,7 @@ class CloudHosts:
             if stopped():
                 raise RunError("it was stopped before it began")
             waited_s = time.monotonic() - began
-            if waited_s >= 2 * self._start_limit_s or self.machines.left_s <= leave_before_s():
+            if waited_s >= 2 * self._start_limit_s or self.machines.left_s <= least_left_s:
                 raise RunError(
                     f"cloud {self.machines.definition.name}: {text}, after "
                     f"{duration_words(waited_s)}: hvd-elastic cloud list"
