@@ -42,6 +42,7 @@ from hvd_elastic.engines.cloud.records import (
 from hvd_elastic.errors import HvdElasticError, RunError, UsageError
 from hvd_elastic.formatting import count, date_words, duration_words
 from hvd_elastic.hosts.hostfile import write_hostfile
+from hvd_elastic.hosts.ssh_config import ssh_config_for
 from hvd_elastic.policy.spot import MachinePlan, slot_price
 from hvd_elastic.records.process_lock import is_locked
 
@@ -204,7 +205,7 @@ class UpOptions(PoolOptions):
             None if self.budget is None else parse_budget(self.budget),
             self.slots,
             login,
-            None if self.ssh_config is None else str(self.ssh_config.expanduser().absolute()),
+            ssh_config_for(None, self.ssh_config),
             self._key(),
             str((self.hostfile or CloudFolder(name).hosts).absolute()),
             self.prepare or "",
