@@ -158,8 +158,9 @@ class JobStore:
                 # Unlike the run of any other leader, which may have the same hosts and user.
                 run_id = f"{request.name[:48]}-{number}-{secrets.token_hex(2)}"
                 self._db.execute("UPDATE jobs SET run_id = ? WHERE number = ?", (run_id, number))
-                job = Job(number, request, run_id, submitted_at=now, queued_at=now)
-                found.append(replace(job, environment=kept))
+                found.append(
+                    Job(number, request, run_id, submitted_at=now, queued_at=now, environment=kept)
+                )
         return found
 
     def save(self, jobs: Iterable[Job]) -> None:
