@@ -127,6 +127,8 @@ class Keeper:
         Returns:
             Whether it has said that the keeper is to end.
         """
+        import hvd_elastic.leader.leader  # noqa: F401  # once, not in each leader that is forked
+
         link: Link[ToKeeper] = Link(connection, ToKeeper, "the daemon")
         read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

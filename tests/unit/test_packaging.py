@@ -133,15 +133,29 @@ def test_pytorchs_frontend_imports_no_tensorflow():
     assert done.stdout == "set()\n", done.stderr
 
 
+SUBMIT = """
+import hvd_elastic.cli.app, hvd_elastic.jobs.server
+from hvd_elastic.jobs.job import Answer
+from hvd_elastic.jobs.place import ClusterFolder
+ClusterFolder.create("test")
+hvd_elastic.jobs.server.ask_daemon = lambda *_: Answer("submitted", jobs=[1], data=["true-1"])
+try: hvd_elastic.cli.app.main(["submit", "--plain", "--", "true"])
+except SystemExit as end: assert end.code == 0
+"""
+"""Submits to a daemon that has answered; what the answer waits for delays the start of the job."""
+
+
 @pytest.mark.parametrize(
     "program",
     [
         "import hvd_elastic",
         "import hvd_elastic.cli.app as a\ntry: a.main(['--help'])\nexcept SystemExit: pass",
+        SUBMIT,
     ],
-    ids=["import", "help"],
+    ids=["import", "help", "submit"],
 )
-def test_import_and_help_load_nothing_heavy(program):
+def test_import_help_and_submit_load_nothing_heavy(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     show = "import sys; print(','.join(sys.modules), file=sys.stderr)"
     done = fresh(f"{program}\n{show}")
     assert done.returncode == 0, done.stderr

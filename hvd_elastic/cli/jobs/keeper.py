@@ -18,11 +18,8 @@ import time
 from pathlib import Path
 
 from hvd_elastic.cli.jobs.units import remove_unit, write_unit
-from hvd_elastic.cli.runs.run import begin_leader
 from hvd_elastic.errors import HvdElasticError, RunError
-from hvd_elastic.jobs.keeper import Keeper
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.process_lock import take_lock
 
@@ -66,6 +63,10 @@ def start_keeper(place: ClusterFolder) -> None:
 
 def keep(place: ClusterFolder) -> None:
     """Be the keeper of this user for a cluster, unless another process is."""
+    from hvd_elastic.cli.runs.run import begin_leader
+    from hvd_elastic.jobs.keeper import Keeper
+    from hvd_elastic.jobs.secrets import JobSecrets
+
     lock = take_lock(private_folder(place.keeper) / "lock")
     sys.stdout.buffer.write(_BEGUN)
     sys.stdout.flush()

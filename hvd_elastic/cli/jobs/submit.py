@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, notify_held_s
-from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.cli.options import (
     AsJson,
     command,
@@ -27,7 +26,7 @@ from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.errors import HostfileError, UsageError, raise_together
 
 if TYPE_CHECKING:
-    from hvd_elastic.jobs.job import JobRequest
+    from hvd_elastic.jobs.job import After, JobRequest
     from hvd_elastic.jobs.place import ClusterFolder
 
 _ARRAY = re.compile(r"(\d+)-(\d+)(?::(\d+))?|(\d+)")
@@ -144,6 +143,11 @@ class SubmitOptions(RunOptions):
         from hvd_elastic.jobs.host_wish import HostWish
         from hvd_elastic.jobs.job import JobKind, JobRequest
 
+        after: tuple[After, ...] = ()
+        if self.after:
+            from hvd_elastic.cli.jobs.queue import parse_after
+
+            after = parse_after(self.after, place)
         deadline = self.deadline
         fixed_np = 1 if self.plain else self.np
         return JobRequest(
@@ -158,7 +162,7 @@ class SubmitOptions(RunOptions):
             else time.time() + parse_duration("--deadline", deadline),
             epochs=self.epochs,
             target_examples=self.target_examples,
-            after=parse_after(self.after or [], place),
+            after=after,
             retries=self.retries,
             hold=getpass.getuser() if self.hold else "",
             time_limit_s=None if self.time is None else parse_duration("--time", self.time),
@@ -268,10 +272,8 @@ def submit(options: SubmitOptions) -> None:
 
       hvd-elastic submit --plain --after ok:resnet -- python evaluate.py
     """
-    from hvd_elastic.cli.jobs.keeper import start_keeper
     from hvd_elastic.jobs.job import Submit
     from hvd_elastic.jobs.place import open_cluster
-    from hvd_elastic.jobs.secrets import JobSecrets
     from hvd_elastic.jobs.server import ask_daemon
 
     options.check()
@@ -280,11 +282,15 @@ def submit(options: SubmitOptions) -> None:
     requests = [request] if options.array is None else _array(request, options.array)
     environment = dict(os.environ)
     if place.is_others:  # whose daemon is not to know it
+        from hvd_elastic.jobs.secrets import JobSecrets
+
         secrets = JobSecrets(place)
         requests = [secrets.keep(each, environment) for each in requests]
         environment = {}
     answer = ask_daemon(place, Submit(requests, environment))
     if answer.needs_keeper:
+        from hvd_elastic.cli.jobs.keeper import start_keeper
+
         start_keeper(place)
     if options.as_json:
         print(json.dumps({"jobs": answer.jobs, "run_ids": answer.data, "cluster": place.name}))
