@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -63,10 +64,12 @@ def who_else_writes(folder: Path) -> str:
         if found.st_uid != os.geteuid() and (each == folder or found.st_uid != 0):
             return f"{each} belongs to {user_words(found.st_uid)}"
         is_sticky = each != folder and found.st_mode & stat.S_ISVTX
+        whose = f"{each}, which belongs to {user_words(found.st_uid)}; its owner ends that with"
         if found.st_mode & stat.S_IWOTH and not is_sticky:
-            return f"all users may write in {each}"
+            return f"all users may write in {whose}: chmod o-w {shlex.quote(str(each))}"
         if found.st_mode & stat.S_IWGRP and not is_sticky and not _is_own_group(found.st_gid):
-            return f"users of group {found.st_gid} may write in {each}"
+            told = f"users of group {found.st_gid} may write in {whose}"
+            return f"{told}: chmod g-w {shlex.quote(str(each))}"
         if each == home_folder:
             break
     return ""
@@ -125,9 +128,9 @@ def _check_mode(path: Path, found: os.stat_result, *, may_group: bool = False) -
         whose = f"group {found.st_gid}" if is_shared else "all users"
         raise StrangerError(
             f"{path} can be written by {whose} (mode {mode:03o}), and decides where and what this "
-            f"user runs. Take that away: chmod go-w {path}   If its file system keeps no modes, as "
-            "some mounts of another system's disk, put it elsewhere (HVD_ELASTIC_HOME names the "
-            "folder of runs)"
+            f"user runs. Its owner ends that with: chmod go-w {path}   If its file system keeps no "
+            "modes, as some mounts of another system's disk, put it elsewhere (HVD_ELASTIC_HOME "
+            "names the folder of runs)"
         )
 
 

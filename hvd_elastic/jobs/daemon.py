@@ -25,6 +25,7 @@ from hvd_elastic.jobs.health import HardwareHealth, HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Expansion, Use, barred_words
 from hvd_elastic.jobs.job import (
+    Answer,
     Cancelled,
     Down,
     Job,
@@ -134,7 +135,7 @@ class Daemon:
             record,
             expansion,
             host_rows=self._host_rows,
-            limit_rows=self._limit_rows,
+            show_limits=self._show_limits,
             has_keeper=self._has_keeper,
         )
         self._server = RequestServer(place, self._requests.answer)
@@ -592,8 +593,10 @@ class Daemon:
         told = (self._health.lost, self._silent, drained, self._hardware.faults, causes)
         return self._hosts.rows(self._uses(), *told)
 
-    def _limit_rows(self) -> dict[str, Any]:
-        return self._shares.rows(self._limits.limits, self._queue.active.values())
+    def _show_limits(self) -> Answer:
+        self._queue.changed |= self._limits.changed()  # the file may just have been saved
+        rows = self._shares.rows(self._limits.limits, self._queue.active.values())
+        return Answer(self._limits.mistake, data=rows)
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""

@@ -269,6 +269,9 @@ class LimitsFile:
         path: the file; there need be none.
         warn: called with the reason when it cannot be used; the earlier limits stay then.
 
+    Attributes:
+        mistake: why what was saved last cannot be used; empty: it is used.
+
     Raises:
         UsageError: it cannot be used at the start.
     """
@@ -278,17 +281,19 @@ class LimitsFile:
         self._warn = warn
         self._stamp = self._present_stamp()
         self.limits = Limits.read(path)
+        self.mistake = ""
 
     def changed(self) -> bool:
         """Read the file if it was saved; return whether it was."""
         stamp = self._present_stamp()
         if stamp == self._stamp:
             return False
-        self._stamp = stamp
+        self._stamp, self.mistake = stamp, ""
         try:
             self.limits = Limits.read(self._path)
         except UsageError as error:
-            self._warn(f"{error}; the earlier ones stay")
+            self.mistake = f"{error}; the earlier ones stay"
+            self._warn(self.mistake)
         return True
 
     def _present_stamp(self) -> tuple[int, int, int] | None:

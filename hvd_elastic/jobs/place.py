@@ -109,12 +109,14 @@ class ClusterFolder:
             )
         folder = cls(path, shared=True)
         try:
-            if not path.exists():
+            if is_new := not path.exists():
                 path.mkdir(mode=0o700)
             if who := who_else_writes(path):
+                if is_new:
+                    path.rmdir()
                 raise StrangerError(
-                    f"--place {path}: {who}, so the daemon's files could be replaced by others'. "
-                    "Take that away, or choose a folder that only you can write"
+                    f"--place {path}: others could replace the daemon's files there. Choose a "
+                    f"folder that only you can write. Here, {who}"
                 )
             os.chown(path, -1, gid)
             path.chmod(0o750)

@@ -51,7 +51,7 @@ class QueueRequests:
             set, and their GPUs.
         record: records events.
         host_rows: returns what there is to say of each host.
-        limit_rows: returns what there is to say of limits and shares.
+        show_limits: returns the answer about limits and shares.
         has_keeper: returns whether the keeper of a user is there.
 
     Attributes:
@@ -68,7 +68,7 @@ class QueueRequests:
         expansion: Expansion = Expansion(),  # noqa: B008  (it is frozen)
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
-        limit_rows: Callable[[], dict[str, Any]],
+        show_limits: Callable[[], Answer],
         has_keeper: Callable[[int | None], bool],
     ) -> None:
         self._name = place.name
@@ -77,7 +77,7 @@ class QueueRequests:
         self._hosts, self._health, self._hardware, self._operator_state, self._gpus = hosts
         self._record, self._expansion = record, expansion
         self._host_rows = host_rows
-        self._limit_rows = limit_rows
+        self._show_limits = show_limits
         self._has_keeper = has_keeper
         self._changes_left: dict[int, tuple[float, float]] = {}
         """Jobs that other users may still change now, and since when [s, monotonic]."""
@@ -159,7 +159,7 @@ class QueueRequests:
             case ask.Hosts():
                 return Answer(self._operator_state.paused_by, data=self._host_rows())
             case ask.ShowLimits():
-                return Answer("", data=self._limit_rows())
+                return self._show_limits()
             case ask.Look():
                 raise UsageError("the queue of this user's own daemon is read from its database")
 

@@ -35,7 +35,7 @@ from hvd_elastic.engines.growth import Limits
 from hvd_elastic.engines.kubernetes import manifests
 from hvd_elastic.engines.kubernetes.api import why_ended, why_pending
 from hvd_elastic.engines.kubernetes.kubectl import Kubectl
-from hvd_elastic.engines.kubernetes.manifests import Asked, as_yaml, check_name
+from hvd_elastic.engines.kubernetes.manifests import Asked, as_yaml, check_name, check_namespace
 from hvd_elastic.engines.kubernetes.pods import ROLE_LABEL, RUN_LABEL
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import Host, Hostfile
@@ -316,8 +316,8 @@ def setup(namespace: Namespace = None) -> None:
       hvd-elastic k8s setup --namespace ml | kubectl apply -f -
     """
     found = manifests.account_and_role()
-    for each in found if namespace else ():
-        each["metadata"]["namespace"] = namespace
+    for each in found if namespace is not None else ():
+        each["metadata"]["namespace"] = check_namespace(namespace or "")
     print(as_yaml(found), end="")
 
 

@@ -88,7 +88,8 @@ def _cells(row: PastJob | Total) -> list[str]:
         duration_words(row.run_s),
         f"{row.slot_h:.2f}",
         _amount(row.lost_slot_h),
-        _amount(row.cost),
+        # The hosts of a job that has had none may have no price either.
+        _amount(row.cost if isinstance(row, Total) or row.started is not None else None),
     ]
     if isinstance(row, Total):
         failed = f", {row.failed} failed" if row.failed else ""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.options import AsJson
 from hvd_elastic.cli.output import print_json, table_lines
-from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words
-
-if TYPE_CHECKING:
-    from hvd_elastic.jobs.place import ClusterFolder
 
 
 def limits(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
@@ -46,8 +42,10 @@ def limits(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     place = open_cluster(cluster)
     is_up = place.daemon_alive()
     if is_up or place.is_others:
-        found = ask_daemon(place, ShowLimits()).data
-        _warn_of_mistake(place)
+        answer = ask_daemon(place, ShowLimits())
+        found = answer.data
+        if answer.message:
+            print(f"warning: {answer.message}", file=sys.stderr)
     else:
         shares = ClusterShares(place.shares, lambda _: None)
         found = shares.rows(Limits.read(place.limits), open_queue(place).active())
@@ -58,16 +56,6 @@ def limits(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
         warn_of_no_daemon(place)
     for line in limit_lines(found):
         print(line)
-
-
-def _warn_of_mistake(place: ClusterFolder) -> None:
-    """Print what is wrong with the file, if the daemon cannot use what was saved last."""
-    from hvd_elastic.jobs.limits import Limits
-
-    try:
-        Limits.read(place.limits)
-    except UsageError as error:
-        print(f"warning: {error}; the earlier ones stay", file=sys.stderr)
 
 
 def limit_lines(found: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.engines.kubernetes.manifests import check_namespace
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.json_text import parse_json
 
@@ -52,10 +53,13 @@ class Kubectl:
 
     Args:
         namespace: None: that of kubectl's context.
+
+    Raises:
+        UsageError: no namespace can have that name.
     """
 
     def __init__(self, namespace: str | None = None) -> None:
-        self._options = [] if namespace is None else [f"--namespace={namespace}"]
+        self._options = [] if namespace is None else [f"--namespace={check_namespace(namespace)}"]
 
     def command(self, *words: str) -> list[str]:
         """Return a command line.

@@ -30,6 +30,7 @@ FOR_GOOD = (1, 2)
 """Exit statuses of a leader that no other leader can mend; with another one, the next goes on."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 40
+_LONGEST_LABEL = 63
 
 
 def check_name(run_id: str) -> str:
@@ -47,6 +48,23 @@ def check_name(run_id: str) -> str:
             f"{_LONGEST_NAME} of a-z, 0-9 and -, with a letter or digit at both ends"
         )
     return f"hvd-{run_id}"
+
+
+def check_namespace(namespace: str) -> str:
+    """Return a namespace.
+
+    Raises:
+        UsageError: none can have that name (a label of RFC 1123).
+
+    >>> check_namespace("ml")
+    'ml'
+    """
+    if not _NAME.fullmatch(namespace) or len(namespace) > _LONGEST_LABEL:
+        raise UsageError(
+            f"--namespace {namespace!r} is not valid: it has 1 to {_LONGEST_LABEL} of a-z, 0-9 and "
+            "-, with a letter or digit at both ends. See: kubectl get namespaces"
+        )
+    return namespace
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from hvd_elastic.cli.jobs.daemon import hosts as print_hosts
+from hvd_elastic.cli.jobs.limits import limits as print_limits
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
@@ -243,7 +244,7 @@ def test_job_at_its_time_limit_ends_and_goes_on_when_it_is_queued_again(
 
 
 def test_limits_and_shares_are_told_and_outlive_the_daemon(
-    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hvd_elastic.jobs.shares._SAVE_S", 0.0)
     place.limits.write_text('[each]\nweight = 2\nmost_jobs = 1\n[all]\nlongest_time = "1s"\n')
@@ -265,6 +266,14 @@ def test_limits_and_shares_are_told_and_outlive_the_daemon(
     daemon.kill()
     daemon = Running(place, hosts(place))
     assert row()["used_share"] == pytest.approx(1.0)
+    place.limits.write_text("[each]\nmost_slot = 2\n")
+    print_limits(cluster="test")
+    told = capsys.readouterr()
+    assert re.search(r"each other +2 ", told.out), "those that hold"
+    assert re.search(r"warning: .*line 2, .*`most_slot`.*; the earlier ones stay\n", told.err)
+    place.limits.unlink()
+    print_limits(cluster="test")
+    assert not capsys.readouterr().err
     daemon.down(leave_jobs=True)
 
 

@@ -55,6 +55,12 @@ def test_cost_is_not_known_without_the_prices_of_all_hosts() -> None:
     assert words[-6:] == ["10.00", "-", "-", "2,", "1", "failed"]
 
 
+def test_a_job_that_has_not_started_has_no_cost_yet() -> None:
+    queued = [*jobs_of(summarize_cluster(EVENTS[:3]), {}, {}, BEGAN + HOUR)]
+    _, *lines = history_lines(queued, "job")
+    assert [line.split()[-2:] for line in lines] == [["-", "queued"]] * 2
+
+
 def test_history_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cli.jobs.limits import limit_lines, limits
+from hvd_elastic.cli.jobs.limits import limit_lines
 from hvd_elastic.errors import UsageError
 from hvd_elastic.jobs.admission import within_limits
-from hvd_elastic.jobs.job import Answer, Job, JobRequest, JobStatus
+from hvd_elastic.jobs.job import Job, JobRequest, JobStatus
 from hvd_elastic.jobs.limits import Limit, Limits, LimitsFile
-from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.shares import ClusterShares
 from hvd_elastic.jobs.slot_plan import Candidate, plan_slots
 from hvd_elastic.policy.schedule.shares import Shares
@@ -188,9 +187,11 @@ def test_limits_of_a_file_and_a_broken_save(tmp_path: Path) -> None:
     assert file.changed()
     assert file.limits.each.most_jobs == 4
     assert "line 2" in warnings[0]
-    assert warnings[0].endswith("; the earlier ones stay")
+    assert warnings == [file.mistake]
+    assert file.mistake.endswith("; the earlier ones stay")
     path.unlink()
     assert file.changed()
+    assert not file.mistake
     assert not file.changed()
     assert file.limits == Limits()
 
@@ -231,19 +232,3 @@ all            2        -      4        -
     (tmp_path / "shares.json").write_text("{")
     ClusterShares(tmp_path / "shares.json", warnings.append)
     assert warnings[0].startswith("what users had of the slots begins anew: ")
-
-
-def test_a_file_that_the_daemon_cannot_use_is_named_beside_the_limits_that_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = ClusterFolder(tmp_path)
-    place.limits.write_text("[each]\nmost_slot = 2\n")
-    found = ClusterShares(place.shares, lambda _: None).rows(Limits(), [])
-    monkeypatch.setattr("hvd_elastic.jobs.place.open_cluster", lambda _: place)
-    monkeypatch.setattr(ClusterFolder, "daemon_alive", lambda _: True)
-    monkeypatch.setattr("hvd_elastic.jobs.server.ask_daemon", lambda *_: Answer("", data=found))
-    limits()
-    told = capsys.readouterr()
-    assert "each other" in told.out
-    assert "unknown field `most_slot`" in told.err
-    assert "the earlier ones stay" in told.err

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import grp
 import os
+import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -39,6 +42,30 @@ def test_second_daemon_is_refused(place: ClusterFolder) -> None:
         place.describe_daemon(Path("/srv/hosts"))
         with pytest.raises(RunError, match=r"has a daemon already .pid .*hosts of /srv/hosts"):
             place.lock().__enter__()
+
+
+@other_user.needs_root
+def test_a_place_that_others_may_change_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    group, above = grp.getgrgid(os.getgid()).gr_name, tmp_path / "srv"
+    above.mkdir()
+    for mode, who in ((0o757, "all users"), (0o770, "users of group 7")):
+        os.chown(above, -1, 7)
+        above.chmod(mode)
+        with pytest.raises(StrangerError) as refused:
+            ClusterFolder.create_shared(above / "queue", group)
+        assert not (above / "queue").exists()
+        said = str(refused.value)
+        assert said.startswith(
+            f"--place {above / 'queue'}: others could replace the daemon's files"
+        )
+        assert f"{who} may write in {above}, which belongs to user root (uid 0)" in said
+        command = said.rpartition(": ")[2]
+        assert command.startswith("chmod ")
+        subprocess.run(command, shell=True, check=True)
+        shutil.rmtree(ClusterFolder.create_shared(above / "queue", group).path)
 
 
 @other_user.needs_root

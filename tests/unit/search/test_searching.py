@@ -55,7 +55,7 @@ class Played:
         self._requests = QueueRequests(
             self.place, (), (self.queue, store), (host,) * 5, host,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
-            has_keeper=lambda _: True, limit_rows=dict,
+            has_keeper=lambda _: True, show_limits=lambda: Answer(""),
         )  # fmt: skip
         self.is_away = False
         self.ends_after: type[Any] | None = None

@@ -74,6 +74,7 @@ def test_the_manifest_in_the_docs_is_current(capsys) -> None:
         (("--pods", "2", *COMMAND), "--image"),
         ((*OF_PODS, "--volume", "data", *COMMAND), "CLAIM:PATH"),
         ((*OF_PODS, "--run-id", "A_b", *COMMAND), "name of a job of Kubernetes"),
+        ((*OF_PODS, "--namespace", "Bad NS", *COMMAND), "--namespace 'Bad NS' is not valid"),
         ((*OF_PODS, "--pod-template", "none.yaml", *COMMAND), "no such file"),
         (OF_PODS, "no command to run"),
     ],
@@ -82,6 +83,16 @@ def test_mistakes_are_found_before_anything_is_made(kubectl, capsys, words, said
     assert call(*SUBMIT, *words) == 2
     assert said in capsys.readouterr().err
     assert not (kubectl / "made").exists()
+
+
+def test_setup_is_for_a_namespace_that_there_can_be(capsys) -> None:
+    assert call("k8s", "setup", "--namespace", "ml-2") == 0
+    assert capsys.readouterr().out.count("  namespace: ml-2\n") == 3, "account, role and binding"
+    for wrong in ("Bad NS", "", "ml-", "a" * 64, "ml\n"):
+        assert call("k8s", "setup", "--namespace", wrong) == 2
+        told = capsys.readouterr()
+        assert not told.out
+        assert "1 to 63 of a-z, 0-9 and -" in told.err
 
 
 def test_a_template_with_two_containers_is_refused(kubectl) -> None:
