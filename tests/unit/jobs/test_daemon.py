@@ -58,6 +58,7 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.records.json_lines import EventLog, iter_records
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.run_events import RunStarted
 from tests import other_user
 from tests.paths import LIMIT_S
@@ -166,7 +167,10 @@ class Running:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFolder]:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     (tmp_path / "hosts").write_text("a slots=1\n")
-    yield ClusterFolder.create("test")
+    made = ClusterFolder.create("test")
+    yield made
+    if made.daemon_alive():  # of a test that has failed
+        os.kill(made.daemon()["pid"], signal.SIGKILL)
     for lock in (tmp_path / "runs").glob("*/leader.lock"):
         RunFolder(lock.parent).send_request("stop")
 
@@ -266,7 +270,7 @@ def test_limits_and_shares_are_told_and_outlive_the_daemon(
     daemon.kill()
     daemon = Running(place, hosts(place))
     assert row()["used_share"] == pytest.approx(1.0)
-    place.limits.write_text("[each]\nmost_slot = 2\n")
+    write_whole(place.limits, "[each]\nmost_slot = 2\n")  # the daemon sees no part of it
     print_limits(cluster="test")
     told = capsys.readouterr()
     assert re.search(r"each other +2 ", told.out), "those that hold"
