@@ -400,7 +400,6 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
 
       hvd-elastic hosts --json
     """
-    from hvd_elastic.jobs.hosts import rows_without_daemon
     from hvd_elastic.jobs.job import Hosts
     from hvd_elastic.jobs.operator_state import OperatorState
     from hvd_elastic.jobs.place import open_cluster
@@ -408,8 +407,12 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
 
     place = open_cluster(cluster)
     is_up = place.daemon_alive()
-    ask = is_up or place.is_others
-    rows = ask_daemon(place, Hosts()).data if ask else rows_without_daemon(place)
+    if is_up or place.is_others:
+        rows = ask_daemon(place, Hosts()).data
+    else:
+        from hvd_elastic.jobs.hosts import rows_without_daemon
+
+        rows = rows_without_daemon(place)
     if not place.is_others and not as_json:
         if by := OperatorState(place.operator_state).paused_by:
             print(f"cluster {place.name} starts no job: {by} has paused it", file=sys.stderr)

@@ -33,11 +33,8 @@ def limits(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
       hvd-elastic limits --cluster /srv/queue --json
     """
     from hvd_elastic.jobs.job import ShowLimits
-    from hvd_elastic.jobs.limits import Limits
     from hvd_elastic.jobs.place import open_cluster
-    from hvd_elastic.jobs.rights import open_queue
     from hvd_elastic.jobs.server import ask_daemon
-    from hvd_elastic.jobs.shares import ClusterShares
 
     place = open_cluster(cluster)
     is_up = place.daemon_alive()
@@ -47,6 +44,10 @@ def limits(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
         if answer.message:
             print(f"warning: {answer.message}", file=sys.stderr)
     else:
+        from hvd_elastic.jobs.limits import Limits
+        from hvd_elastic.jobs.rights import open_queue
+        from hvd_elastic.jobs.shares import ClusterShares
+
         shares = ClusterShares(place.shares, lambda _: None)
         found = shares.rows(Limits.read(place.limits), open_queue(place).active())
     if as_json:
