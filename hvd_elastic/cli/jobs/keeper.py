@@ -63,10 +63,6 @@ def start_keeper(place: ClusterFolder) -> None:
 
 def keep(place: ClusterFolder) -> None:
     """Be the keeper of this user for a cluster, unless another process is."""
-    from hvd_elastic.cli.runs.run import begin_leader
-    from hvd_elastic.jobs.keeper import Keeper
-    from hvd_elastic.jobs.secrets import JobSecrets
-
     lock = take_lock(private_folder(place.keeper) / "lock")
     sys.stdout.buffer.write(_BEGUN)
     sys.stdout.flush()
@@ -76,6 +72,10 @@ def keep(place: ClusterFolder) -> None:
     with lock:
         lock.truncate(0)
         lock.write(json.dumps({"pid": os.getpid()}).encode())
+        from hvd_elastic.cli.runs.run import begin_leader  # submit does not wait for these
+        from hvd_elastic.jobs.keeper import Keeper
+        from hvd_elastic.jobs.secrets import JobSecrets
+
         begin = functools.partial(begin_leader, beside=functools.partial(_keep_kept, place))
         Keeper(begin, JobSecrets(place)).keep(place)
         remove_unit(place, "keeper")  # the user has no job left
