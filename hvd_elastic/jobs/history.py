@@ -85,8 +85,9 @@ def past_jobs(place: ClusterFolder, now: float, since: float = 0.0) -> list[Past
     users = {}
     if place.is_others or place.database.exists():
         with contextlib.closing(open_queue(place)) as store:
-            active = (JobStatus.RUNNING, JobStatus.QUEUED)
-            jobs = [*store.ended(), *(job for each in active for job in store.with_status(each))]
+            # In the order of a job's life, so that none is missed that moves on meanwhile.
+            active = (JobStatus.QUEUED, JobStatus.RUNNING)
+            jobs = [*(job for each in active for job in store.with_status(each)), *store.ended()]
             for job in jobs:
                 uid = job.request.user
                 users[job.number] = owner if uid is None else user_name(uid)

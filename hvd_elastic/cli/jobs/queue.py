@@ -66,11 +66,12 @@ def queue(
     """
     place, store = _open(cluster)
     waits = None if all_ or as_json else _SHOWN_WAITING
-    active = [
-        *store.with_status(JobStatus.RUNNING),
-        *store.with_status(JobStatus.QUEUED, waits),
-    ]
+    # In the order of a job's life: one that starts or ends meanwhile is read twice, and not missed.
+    waiting = store.with_status(JobStatus.QUEUED, waits)
+    running = store.with_status(JobStatus.RUNNING)
     ended = store.ended(None if all_ else _SHOWN)
+    newest = {job.number: job for job in (*waiting, *running, *ended)}
+    active = [job for job in (*running, *waiting) if newest[job.number] is job]
     alive = place.daemon_alive()
     if as_json:
         print_json([job_fields(job) for job in [*active, *ended]])

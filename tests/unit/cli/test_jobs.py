@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from hvd_elastic.cli.app import main
 from hvd_elastic.cli.jobs.naming import find_numbers, run_id_of, source_of
 from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.jobs.host_wish import HostWish
-from hvd_elastic.jobs.job import After, Answer, JobKind, JobRequest, JobStatus, Submit
+from hvd_elastic.jobs.job import After, Answer, Job, JobKind, JobRequest, JobStatus, Submit
 from hvd_elastic.jobs.place import ClusterFolder, list_clusters
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.run_folder import RunFolder
@@ -44,6 +45,27 @@ def test_name_of_ended_jobs_is_that_of_the_last_submission(
     assert find_numbers(store, place, ["train"]) == [2, 3, 4]
     assert find_numbers(store, place, ["train"], active=True) == [1, 2, 3, 4]
     store.close()
+
+
+def test_queue_shows_a_job_once_that_starts_or_ends_while_it_is_read(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon, read = JobStore.create(place.database), JobStore.with_status
+
+    def read_and_move_on(store: JobStore, status: JobStatus, *more: Any) -> list[Job]:
+        found = read(store, status, *more)
+        first = daemon.jobs([1])[1]
+        after = {JobStatus.QUEUED: JobStatus.RUNNING, JobStatus.RUNNING: JobStatus.SUCCEEDED}
+        if first.status is status:
+            daemon.save([replace(first, status=after[status])])
+        return found
+
+    monkeypatch.setattr(JobStore, "with_status", read_and_move_on)
+    with pytest.raises(SystemExit, match="0"):
+        main(["queue", "--json"])
+    shown = [(job["job"], job["status"]) for job in json.loads(capsys.readouterr().out)]
+    assert sorted(shown) == [(1, "succeeded"), (2, "queued"), (3, "queued"), (4, "queued")]
+    daemon.close()
 
 
 def test_waiting_ends_after_the_time_that_was_given(
