@@ -23,7 +23,6 @@ from hvd_elastic.cli.options import (
     parse_duration,
 )
 from hvd_elastic.cli.output import print_json, print_table, wait_until
-from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -245,6 +244,8 @@ def up(options: UpOptions) -> None:
     if not options.detach:
         serve(on_up)
         return
+    from hvd_elastic.cli.runs.run import begin_in_background
+
     begin_in_background("daemon", folder.log, serve)
     on_up()
     if options.group is not None:
