@@ -97,10 +97,7 @@ class Bed:
         """
         while True:
             process = self.start(str(source), to, *options, hostfile=hostfile)
-            until(
-                lambda p=process: self._largest_part(number) >= size or p.poll() is not None,
-                f"{size} bytes on host {number}",
-            )
+            self.wait_for_parts(number, size, process)
             with _held(process):
                 sizes = [self._largest_part(n) for n in range(HOSTS)]
                 done = [(self.data(n) / to[6:] / "large").exists() for n in range(HOSTS)]
@@ -119,8 +116,16 @@ class Bed:
             return max((path.stat().st_size for path in self.parts(number)), default=0)
         return 0
 
-    def wait_for_parts(self, number: int, size: int) -> None:
-        until(lambda: self._largest_part(number) >= size, f"{size} bytes on host {number}")
+    def wait_for_parts(
+        self, number: int, size: int, process: subprocess.Popen[str] | None = None
+    ) -> None:
+        """Wait until a host has so many bytes of a file, or the process has ended."""
+
+        def is_there() -> bool:
+            ended = process is not None and process.poll() is not None
+            return ended or self._largest_part(number) >= size
+
+        until(is_there, f"{size} bytes on host {number}")
 
     def wait_idle(self) -> None:
         until(
