@@ -27,6 +27,7 @@ MARKS = [
 ]
 CHECKOUT = Path(__file__).parents[2]
 MB = 1_000_000
+LARGE = 24 * MB
 HOSTS = 4
 
 
@@ -77,33 +78,76 @@ class Bed:
         return self.cluster.data(self.hosts[number])
 
     @contextlib.contextmanager
-    def held(self, process: subprocess.Popen[str]) -> Iterator[None]:
-        """Stop a copy's leader and its source, so that it does not end during the block."""
-        leader = psutil.Process(process.pid)
-        stopped = [leader, *leader.children(recursive=True)]
-        for each in stopped:
-            each.suspend()
-        try:
-            yield
-        finally:
-            for each in stopped:
-                each.resume()
+    def caught(
+        self,
+        number: int,
+        size: int,
+        source: Path,
+        to: str,
+        *options: str,
+        hostfile: Path | None = None,
+    ) -> Iterator[subprocess.Popen[str]]:
+        """A copy that stands still: its leader and source are stopped during the block.
+
+        A host has at least so many bytes of the large file then, and none has most of it. A busy
+        machine can miss that moment; the copy is begun again then.
+
+        Args:
+            to: where it goes, below /data.
+        """
+        while True:
+            process = self.start(str(source), to, *options, hostfile=hostfile)
+            self.wait_for_parts(number, size, process)
+            with _held(process):
+                sizes = [self._largest_part(n) for n in range(HOSTS)]
+                done = [(self.data(n) / to[6:] / "large").exists() for n in range(HOSTS)]
+                if sizes[number] >= size and max(sizes) < LARGE * 2 // 3 and not any(done):
+                    yield process
+                    return
+            self.finish(process)
+            for host in self.hosts:
+                assert self.cluster.run_on(host, ["rm", "-rf", to]).returncode == 0
 
     def parts(self, number: int) -> list[Path]:
         return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]
 
-    def wait_for_parts(self, number: int, size: int) -> None:
-        def have_arrived() -> bool:
-            with contextlib.suppress(FileNotFoundError):  # a part has got its name meanwhile
-                return any(path.stat().st_size >= size for path in self.parts(number))
-            return False
+    def _largest_part(self, number: int) -> int:
+        with contextlib.suppress(FileNotFoundError):  # a part has got its name meanwhile
+            return max((path.stat().st_size for path in self.parts(number)), default=0)
+        return 0
 
-        until(have_arrived, f"{size} bytes on host {number}")
+    def wait_for_parts(
+        self, number: int, size: int, process: subprocess.Popen[str] | None = None
+    ) -> None:
+        """Wait until a host has so many bytes of a file, or the process has ended."""
+
+        def is_there() -> bool:
+            ended = process is not None and process.poll() is not None
+            return ended or self._largest_part(number) >= size
+
+        until(is_there, f"{size} bytes on host {number}")
 
     def wait_idle(self) -> None:
         until(
             lambda: not any(self.cluster.pids(host) for host in self.hosts), "the end on all hosts"
         )
+
+
+@contextlib.contextmanager
+def _held(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Stop a copy's leader and its source; nothing is stopped if it has ended."""
+    stopped: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(process.pid)
+        for each in (leader, *leader.children(recursive=True)):
+            each.suspend()
+            stopped.append(each)
+    try:
+        yield
+    finally:
+        for each in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
 
 
 class Outcome:
@@ -151,7 +195,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def make_large(folder: Path, size: int = 24 * MB) -> Path:
+def make_large(folder: Path, size: int = LARGE) -> Path:
     path = folder / "large"
     path.write_bytes(os.urandom(size))
     return path

@@ -160,9 +160,7 @@ def test_links_in_the_destination_are_not_followed(bed: Bed, source: Path) -> No
 @pytest.mark.parametrize("silent", [pytest.param(False, marks=COSTLY), True])
 def test_a_host_that_dies_is_cut_out_and_repaired(bed: Bed, source: Path, silent: bool) -> None:
     make_large(source)
-    process = bed.start(str(source), "/data/set")
-    bed.wait_for_parts(1, 4 * MB)
-    with bed.held(process):
+    with bed.caught(1, 4 * MB, source, "/data/set") as process:
         bed.cluster.crash(bed.hosts[1], silent=silent)
     result = bed.finish(process)
     assert result.status == 1
@@ -199,9 +197,8 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     bed: Bed, source: Path, number: signal.Signals
 ) -> None:
     make_large(source)
-    process = bed.start(str(source), "/data/set")
-    bed.wait_for_parts(3, 8 * MB)
-    process.send_signal(number)
+    with bed.caught(3, 8 * MB, source, "/data/set") as process:
+        process.send_signal(number)
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL)
     bed.wait_idle()
@@ -215,9 +212,8 @@ def test_an_interrupted_copy_goes_on_where_it_was(
 
 def test_a_damaged_rest_is_found_and_sent_again(bed: Bed, source: Path) -> None:
     make_large(source)
-    process = bed.start(str(source), "/data/set")
-    bed.wait_for_parts(1, 8 * MB)
-    process.send_signal(signal.SIGKILL)
+    with bed.caught(1, 8 * MB, source, "/data/set") as process:
+        process.send_signal(signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
     bed.wait_idle()
     (part,) = (path for path in bed.parts(1) if path.stat().st_size > MB)
@@ -232,9 +228,8 @@ def test_a_damaged_rest_is_found_and_sent_again(bed: Bed, source: Path) -> None:
 def test_a_source_that_changes_is_reported(bed: Bed, source: Path) -> None:
     large = make_large(source)
     (source / "other").write_bytes(b"fine")
-    process = bed.start(str(source), "/data/set")
-    bed.wait_for_parts(0, 2 * MB)
-    with bed.held(process), large.open("r+b") as file:
+    caught = bed.caught(0, 2 * MB, source, "/data/set")
+    with caught as process, large.open("r+b") as file:
         file.seek(20 * MB)
         file.write(b"changed")
     result = bed.finish(process)
@@ -265,9 +260,7 @@ def test_a_disk_that_is_too_small_and_one_that_fills_up(bed: Bed, source: Path) 
         on_host("rm /data/disk/other; rm -rf /data/disk/set")
         for number in (0, 2, 3):
             (bed.data(number) / "disk/set/large").unlink()
-        process = bed.start(str(source), "/data/disk/set")
-        bed.wait_for_parts(2, 4 * MB)
-        with bed.held(process):
+        with bed.caught(2, 4 * MB, source, "/data/disk/set") as process:
             on_host("head -c 60000000 /dev/zero > /data/disk/other || true")
         result = bed.finish(process)
         assert result.status == 1
@@ -300,10 +293,8 @@ def test_a_host_joins_and_is_fed_by_its_peers(bed: Bed, source: Path) -> None:
     hostfile.write_text("\n".join(line for line in lines if bed.hosts[3] not in line))
     interface = plan.interface_name(bed.cluster.state.subnet)
     counter = Path("/sys/class/net", interface, "statistics/tx_bytes")
-    before = int(counter.read_text())
-    process = bed.start(str(source), "/data/set", hostfile=hostfile)
-    bed.wait_for_parts(2, 4 * MB)
-    with bed.held(process):
+    with bed.caught(2, 4 * MB, source, "/data/set", hostfile=hostfile) as process:
+        before = int(counter.read_text())
         hostfile.write_text("\n".join(lines))
     result = bed.finish(process)
     assert result.status == 0, result.errors
@@ -344,8 +335,6 @@ def test_shares(bed: Bed, source: Path) -> None:
 
 def test_a_stranger_gets_nothing_and_does_no_harm(bed: Bed, source: Path) -> None:
     make_large(source)
-    process = bed.start(str(source), "/data/set", "--plain")
-    bed.wait_for_parts(1, 2 * MB)
     program = (
         "import re, socket, subprocess, sys\n"
         "out = subprocess.run(['ss', '-ltnp'], capture_output=True, text=True).stdout\n"
@@ -357,7 +346,7 @@ def test_a_stranger_gets_nothing_and_does_no_harm(bed: Bed, source: Path) -> Non
         "while piece := sock.recv(1000): got += piece\n"
         "print(len(got))"
     )
-    with bed.held(process):
+    with bed.caught(1, 2 * MB, source, "/data/set", "--plain") as process:
         done = bed.cluster.run_on(bed.hosts[1], ["python3", "-c", program])
     assert bed.finish(process).status == 0
     # A nonce, and the proof that this is the node: no word of the data.

@@ -70,7 +70,7 @@ class HostOptions:
         number_option(
             "time limit to connect to a host", "--connect-timeout", least=0.1, metavar="SECONDS"
         ),
-    ] = 5.0
+    ] = 10.0
     verbose: Annotated[bool, option("print debug messages", "--verbose", "-v")] = False
     hosts: Sequence[Host] = field(init=False)
     ssh: SshOptions = field(init=False)
