@@ -415,7 +415,9 @@ class DataOrder:
         """Return the most examples that a rank has in the step that is read."""
         position, size = context.reading.position, context.worker.communicator.size
         end, batch, parts = self._epoch_end(position), self.planner.batch_size, self.planner.parts
-        now = (min(batch, end - position), size, batch, parts)
+        # The last step of an epoch may have fewer examples than the batch size, or a few more.
+        first = step_slice(position, end, batch, 0, size, MIN_SHARE, parts=parts)
+        now = (first.step_examples, size, batch, parts)
         if self._largest[0] != now:
             shares = [
                 step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)

@@ -196,6 +196,8 @@ class World:
         batches = [context.handed[-1] for context, _, _ in self.ranks]
         assert len({b.step_examples for b in batches}) == 1
         assert sum(b.weight for b in batches) == pytest.approx(len(batches))
+        most = max(len(values) for values, _ in shares)
+        assert {loader.largest_share() for _, loader, _ in self.ranks} == {most}
         for (values, tens), batch in zip(shares, batches, strict=True):
             assert tens.tolist() == [10 * i for i in values.tolist()]
             if indices_are_values:
@@ -370,6 +372,7 @@ def test_a_data_set_is_told_which_blocks_come_next(shuffle: bool) -> None:
             coming = dataset.told[-1]
             read = block_of[world.read[-4:]].tolist()
             assert {*read} <= {*coming[:4]}
+            assert read[0] in coming[: 2 if shuffle else 1], "no step later than it is read"
             assert len(coming) >= 6, "of the next epoch too"
             if (size := next(sizes, None)) is not None:
                 world.resize(size)
@@ -827,6 +830,13 @@ def test_the_passes_of_a_step_read_its_whole_share_where_it_cannot_be_divided() 
     passes = list(loader._order.indices(place, Progress()))
     assert [len(indices) for indices in passes] == [3, 4, 4, 1, 2, 2]
     assert [*chain(*passes)] == list(range(16))
+    # A planner that samples gradients divides some steps only: those that the loop divides.
+    loader.planner.passes = lambda step, *_: 1 + step % 2
+    passes = list(loader._order.indices(place, Progress(step=1)))
+    assert [len(indices) for indices in passes] == [5, 6, 5]
+    # Divided, padding would be too small for batch normalisation.
+    padded = place._replace(start=11, world=(0, 7, 8))
+    assert list(loader._order.indices(padded, Progress(step=1))) == [[15]]
 
 
 def test_loader_is_registered_once_for_each_context() -> None:
