@@ -331,7 +331,7 @@ def test_a_pulled_cable_and_killed_agents_cost_slots_and_no_job(
     files = {name: shared / f"{tmp_path.name}.{name}" for name in names}
     limits = ("--failure-timeout", 2, "--leader-grace", 3)
     cluster = Cluster(tmp_path, hostfile, "cut", ("-F", stage.cluster.ssh_config))
-    script_call = (sys.executable, script, "--until", files["enough"], "--example-time", 0.005)
+    script_call = (sys.executable, script, "--until", files["enough"], "--example-time", 0.01)
     train = ("--audit", "--checkpoint-every", 1, *limits, "--", *script_call)
     with cluster:
         alone = cluster.submit("--plain", *limits, "--", "sh", "-c", ALONE.format(**files))

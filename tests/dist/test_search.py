@@ -185,9 +185,8 @@ def test_failing_trials_end_the_study_with_their_cause(local: Cluster) -> None:
 
 
 def test_ctrl_c_leaves_the_trials_and_stop_ends_them(local: Cluster) -> None:
-    search = Searching(
-        local, *SEARCH, *("--", sys.executable, "tiny.py", "--lr", "{lr}", "--until", "never")
-    )
+    train = ("--", sys.executable, "tiny.py", "--lr", "{lr}", "--until", "never")
+    search = Searching(local, *SEARCH, *train, "--step-time", "0.05")
     with ended(search.process):
         until(lambda: any(job["status"] == "running" for job in local.queue()), "one runs")
         search.process.send_signal(signal.SIGINT)
