@@ -40,6 +40,9 @@ _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _CALM_S = 5.0
 """Time from a worker's joining, or its end, until the template may start, so that it delays no
 joining."""
+_ACCEPT_TURNS = 20
+"""Turns of the event loop in which a connection that waits is accepted and its first message read;
+it takes some six."""
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TENSORFLOW_LEVEL, _TENSORFLOW_ERRORS = "TF_CPP_MIN_LOG_LEVEL", "2"
 """Level of TensorFlow's messages; at 2 it prints errors, and neither warnings nor information."""
@@ -381,7 +384,13 @@ class Workers:
         Args:
             code: its exit status; below 0: the signal that ended it.
         """
-        # Its last messages and output must be sent before the report of its end.
+        # Its last messages and output must be sent before the report of its end. All that it said
+        # has arrived, but on a busy host its connection may not be accepted yet; the next worker
+        # of that name would be taken for it then.
+        for _ in range(_ACCEPT_TURNS):
+            if worker.connection is not None:
+                break
+            await asyncio.sleep(0)
         for _ in range(64):
             if worker.connection is None or worker.connection.done():
                 break

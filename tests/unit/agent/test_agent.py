@@ -277,6 +277,30 @@ def test_the_end_of_a_worker_is_told_after_its_last_words(start_agent: StartAgen
     assert len(text) > 300_000
 
 
+def test_the_last_words_of_a_worker_whose_connection_waits_are_heard(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    """On a busy host the agent learns of the connection and of the end at once."""
+    before = """
+import os, time
+from pathlib import Path
+Path("pid.new").write_text(str(os.getpid()))
+Path("pid.new").rename("pid")
+while not Path("go").exists(): time.sleep(0.01)
+"""
+    agent = start_agent(before + WORKER.partition("for line")[0] + 'tell("gone"); sys.exit(7)\n')
+    agent.start_worker()
+    until((tmp_path / "pid").exists)
+    worker = psutil.Process(int((tmp_path / "pid").read_text()))
+    agent.process.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
+    agent.process.send_signal(signal.SIGCONT)
+    assert agent.event("worker_exited")["code"] == 7
+    said = [m["message"]["kind"] for m in agent.skipped if m.get("ev") == "worker"]
+    assert said == ["ready", "warning"]
+
+
 EARLY = """
 import fcntl, struct, sys, termios, time
 early = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n"
