@@ -59,7 +59,8 @@ def change(found: Any) -> None:
 
 
 def text(found: Any) -> dict[str, str]:
-    return {key: repr(value) for key, value in vars(found).items() if key != "made"}
+    values = {**vars(found), "names": sorted(found.names)}  # the order of a set is not its content
+    return {key: repr(value) for key, value in values.items() if key != "made"}
 
 
 def attributes(thing: Any) -> Attributes:
@@ -91,6 +92,7 @@ def test_attributes_go_to_a_worker_that_joins_in_the_types_that_it_has() -> None
     assert differ == {"outputs", "scalar"}, "tuples in lists are lists, a number is Python's"
     assert joined.scalar == source.scalar
     assert len(joined.outputs) == 2
+    assert type(joined.names) is set
     assert type(joined.groups["new"]) is list
     assert joined.recent.maxlen == 2
 
