@@ -133,6 +133,9 @@ def test_commands_wait_for_slots_for_each_other_and_jobs_end_as_they_say(
     """One daemon for all, since most of the time is the start of programs."""
     hostfile_of(local.hostfile, ["localhost"], slots=3)
     limited = _submit_with_time_limit(local, tmp_path)
+    # What a job finds holds for its user's others, unless one has processes on that host.
+    of_limited = local.home / "runs" / local.job(limited)["run_id"] / "events.jsonl"
+    until(lambda: of_limited.exists() and '"worker_started"' in of_limited.read_text(), "it runs")
     out, go = tmp_path / "out", tmp_path / "go"
     first = local.submit(
         *("--plain", "--name", "first", "--", "sh", "-c", f"echo $TOKEN >> {out}; {till(go)}"),
