@@ -133,9 +133,9 @@ def test_commands_wait_for_slots_for_each_other_and_jobs_end_as_they_say(
     """One daemon for all, since most of the time is the start of programs."""
     hostfile_of(local.hostfile, ["localhost"], slots=3)
     limited = _submit_with_time_limit(local, tmp_path)
-    # What a job finds holds for its user's others, unless one has processes on that host.
-    of_limited = local.home / "runs" / local.job(limited)["run_id"] / "events.jsonl"
-    until(lambda: of_limited.exists() and '"worker_started"' in of_limited.read_text(), "it runs")
+    # What a job finds holds for its user's others, unless one works on that host.
+    run_id = local.job(limited)["run_id"]
+    until(lambda: local.events("rescale_finished", run_id), "it trains")
     out, go = tmp_path / "out", tmp_path / "go"
     first = local.submit(
         *("--plain", "--name", "first", "--", "sh", "-c", f"echo $TOKEN >> {out}; {till(go)}"),
@@ -168,7 +168,7 @@ def test_commands_wait_for_slots_for_each_other_and_jobs_end_as_they_say(
     assert local.call("status", told[first]["run_id"]).stdout, "it is a run as any other"
     for path in local.folder.iterdir():
         assert not path.is_file() or b"s3cret-value" not in path.read_bytes(), path
-    run_id = _is_at_its_time_limit(local, limited, tmp_path / "told")
+    _is_at_its_time_limit(local, limited, tmp_path / "told")
     (tmp_path / "enough").touch()
     local.call("requeue", limited)
     _refuses_mistakes(local)
@@ -186,7 +186,7 @@ def _submit_with_time_limit(local: Cluster, folder: Path) -> int:
     return local.submit(*asked, "--", *train, "--until", folder / "enough")
 
 
-def _is_at_its_time_limit(local: Cluster, number: int, told: Path) -> str:
+def _is_at_its_time_limit(local: Cluster, number: int, told: Path) -> None:
     until(lambda: local.job(number)["status"] == "failed", "it is at its time limit")
     ended = local.job(number)
     assert ended["message"].startswith("time limit of 8.0 s: hvd-elastic requeue")
@@ -195,7 +195,6 @@ def _is_at_its_time_limit(local: Cluster, number: int, told: Path) -> str:
     near, over = map(json.loads, told.read_text().splitlines())
     assert (near["kind"], over["status"]) == ("time_limit_near", "failed")
     assert 0 <= near["left_s"] <= 0.8
-    return str(ended["run_id"])
 
 
 def in_terminal(home: Path, arguments: Sequence[object], keys: bytes) -> tuple[int, str]:

@@ -70,7 +70,7 @@ class HostOptions:
         number_option(
             "time limit to connect to a host", "--connect-timeout", least=0.1, metavar="SECONDS"
         ),
-    ] = 10.0
+    ] = SshOptions.connect_timeout_s
     verbose: Annotated[bool, option("print debug messages", "--verbose", "-v")] = False
     hosts: Sequence[Host] = field(init=False)
     ssh: SshOptions = field(init=False)

@@ -316,8 +316,10 @@ def setup(namespace: Namespace = None) -> None:
       hvd-elastic k8s setup --namespace ml | kubectl apply -f -
     """
     found = manifests.account_and_role()
-    for each in found if namespace is not None else ():
-        each["metadata"]["namespace"] = check_namespace(namespace or "")
+    if namespace is not None:
+        check_namespace(namespace)
+        for each in found:
+            each["metadata"]["namespace"] = namespace
     print(as_yaml(found), end="")
 
 
