@@ -181,7 +181,8 @@ class ClusterHosts:
 class BarredHosts:
     """Hosts on which runs of a user can start nothing, for lack of a key for example.
 
-    What one job finds holds for all jobs of the user, unless one of them has processes there.
+    What one job finds holds for all jobs of the user with the same interpreter, unless one of them
+    has processes there: that another interpreter is missing is the fault of its job alone.
 
     Args:
         jobs: jobs that have begun, and the hosts of their runs.
@@ -189,27 +190,41 @@ class BarredHosts:
         now: present time [Unix s].
 
     Attributes:
-        causes: why runs of a user, by id, can start nothing on a host.
+        causes: why runs of a user, by id, can start nothing on a host where it has no processes.
     """
 
     def __init__(
         self, jobs: Iterable[tuple[Job, RunHosts]], usable: Collection[str], now: float
     ) -> None:
         self._of_job: dict[int, Collection[str]] = {}
-        found: dict[tuple[int | None, str], str] = {}
+        found: dict[tuple[_Way, str], str] = {}
         used = set()
         for job, hosts in jobs:
-            user = job.request.user
-            used |= {(user, host) for host in hosts.used}
+            way = _way(job)
+            used |= {(way, host) for host in hosts.occupied}
             if barred := {h: why for h, why in hosts.barred(now).items() if h in usable}:
                 self._of_job[job.number] = barred.keys()
-                found |= {(user, host): cause for host, cause in barred.items()}
-        self.causes = {whose: found[whose] for whose in found if whose not in used}
+                found |= {(way, host): cause for host, cause in barred.items()}
+        self._of_way = found.keys() - used
+        used_by = {(user, host) for (user, _), host in used}
+        self.causes = {
+            (user, host): cause
+            for ((user, _), host), cause in found.items()
+            if (user, host) not in used_by
+        }
 
     def of(self, job: Job) -> frozenset[str]:
         """Return the hosts of which a job gets no slots."""
-        theirs = (host for user, host in self.causes if user == job.request.user)
+        theirs = (host for way, host in self._of_way if way == _way(job))
         return frozenset({*theirs, *self._of_job.get(job.number, ())})
+
+
+_Way = tuple[int | None, str]
+"""A user, and the interpreter of the agents of a job."""
+
+
+def _way(job: Job) -> _Way:
+    return job.request.user, str(job.request.spec.get("python", ""))
 
 
 def barred_words(host: str, user: int | None, why: str = "") -> str:

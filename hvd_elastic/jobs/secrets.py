@@ -39,6 +39,7 @@ class ToldSpec(msgspec.Struct):
     """What such a daemon is told of a specification, beside the command's first word."""
 
     input_hosts: list[str] = []
+    python: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     leader_grace_s: Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0)] = 60.0
 
 
@@ -58,8 +59,8 @@ class JobSecrets:
         name = request.secret or secrets.token_hex(8)
         self.write(name, request.spec, environment)
         told = {"command": shown_words(request)}
-        fields = ToldSpec.__struct_fields__
-        told |= {key: request.spec[key] for key in fields if key in request.spec}
+        fields = [key for key in ToldSpec.__struct_fields__ if key in request.spec]
+        told |= {key: request.spec[key] for key in fields if not request.private or key != "python"}
         return replace(request, spec=told, secret=name)
 
     def write(self, name: str, spec: Mapping[str, Any], environment: Mapping[str, str]) -> None:

@@ -133,9 +133,6 @@ def test_commands_wait_for_slots_for_each_other_and_jobs_end_as_they_say(
     """One daemon for all, since most of the time is the start of programs."""
     hostfile_of(local.hostfile, ["localhost"], slots=3)
     limited = _submit_with_time_limit(local, tmp_path)
-    # What a job finds holds for its user's others, unless one works on that host.
-    run_id = local.job(limited)["run_id"]
-    until(lambda: local.events("rescale_finished", run_id), "it trains")
     out, go = tmp_path / "out", tmp_path / "go"
     first = local.submit(
         *("--plain", "--name", "first", "--", "sh", "-c", f"echo $TOKEN >> {out}; {till(go)}"),
@@ -177,6 +174,7 @@ def test_commands_wait_for_slots_for_each_other_and_jobs_end_as_they_say(
             break
         local.call("requeue", limited)
     assert local.job(limited)["status"] == "succeeded"
+    run_id = local.job(limited)["run_id"]
     assert audit_of(tmp_path / "runs" / run_id).ok, "nothing is lost"
 
 

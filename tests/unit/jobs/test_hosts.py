@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from hvd_elastic.jobs.hosts import ClusterHosts, Use
+from hvd_elastic import run_events as ev
+from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Use
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
+from hvd_elastic.jobs.progress import RunHosts
 
 
 @pytest.fixture
@@ -51,3 +54,44 @@ def test_a_host_that_leaves_the_hostfile_is_shown_until_it_is_empty(hostfile: Pa
     told = "taken out of the hostfile; empty as soon as job-1 has ended and job-2 has left it"
     assert rows["b"]["cause"] == told
     assert [row["host"] for row in hosts.rows([], {})] == ["a"]
+
+
+def of_user(number: int, user: int | None, python: str = "/usr/bin/python3") -> Job:
+    request = JobRequest("job", {"command": ["true"], "python": python}, user=user)
+    return Job(number, request, f"job-{number}", JobStatus.RUNNING)
+
+
+def hosts_after(*events: ev.RunEvent) -> RunHosts:
+    hosts = RunHosts()
+    for event in events:
+        hosts.note_event(structs.replace(event, t=1.0))
+    return hosts
+
+
+REFUSED = ev.Warned("Permission denied", unusable_host="a")
+WRONG = ev.Warned("no Python at /no/such", unusable_host="a", fatal=True)
+STARTS = ev.WorkerStarted(host="a", local_rank=0)
+
+
+def test_what_a_job_finds_of_a_host_holds_for_jobs_of_its_user_with_the_same_interpreter() -> None:
+    finds, other, foreign = of_user(1, 5), of_user(2, 5), of_user(3, 6)
+    wrong, as_wrong = of_user(4, 5, "/no/such"), of_user(5, 5, "/no/such")
+
+    def barred(*found: tuple[Job, RunHosts]) -> tuple[BarredHosts, set[int]]:
+        hosts = BarredHosts(found, ["a", "b"], now=2.0)
+        jobs = [finds, other, foreign, wrong, as_wrong]
+        return hosts, {job.number for job in jobs if hosts.of(job) == {"a"}}
+
+    hosts, whose = barred((finds, hosts_after(REFUSED)))
+    assert (whose, hosts.causes) == ({1, 2}, {(5, "a"): "Permission denied"})
+    hosts, whose = barred((wrong, hosts_after(WRONG)))
+    assert whose == {4, 5}, "the job's own option is wrong, which is no other job's fault"
+    # It is enough that a process begins there: others find that before it trains.
+    hosts, whose = barred((wrong, hosts_after(WRONG)), (other, hosts_after(STARTS)))
+    assert (whose, hosts.causes) == ({4, 5}, {})
+    hosts, whose = barred((finds, hosts_after(REFUSED)), (other, hosts_after(STARTS)))
+    assert (whose, hosts.causes) == ({1}, {})
+    hosts, whose = barred((finds, hosts_after(REFUSED)), (foreign, hosts_after(STARTS)))
+    assert (whose, [*hosts.causes]) == ({1, 2}, [(5, "a")])
+    later = BarredHosts([(finds, hosts_after(REFUSED))], ["a"], now=60.0)
+    assert (later.of(finds), later.causes) == (frozenset(), {}), "it is tried again"
