@@ -136,6 +136,7 @@ class SubmitOptions(RunOptions):
 
 NOT_HERE = (
     "hostfile",
+    "exclude",
     "inside",
     "cloud",
     "detach",

@@ -241,6 +241,7 @@ class SubmitOptions(RunOptions):
 OF_THE_CLUSTER = (
     *(
         "hostfile",
+        "exclude",
         "inside",
         "cloud",
         "ssh_config",
