@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, hosts_named
-from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, is_named
+from hvd_elastic.hosts.hostfile import Host, Hostfile, is_named
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,6 @@ class HostWish:
 
 _MOST_TOLD = 8
 """Hosts of which it is told what they have."""
-
-
-def listed(text: str) -> tuple[str, ...]:
-    """Return the names and labels of a list; raises HostfileError if it is none."""
-    return expand_hosts(text, labels=True)
 
 
 def _labels(hosts: Mapping[str, Host]) -> set[str]:
