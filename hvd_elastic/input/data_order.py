@@ -506,8 +506,8 @@ class DataOrder:
                 f"that were decoded otherwise; {progress.position} of them were read. In this one "
                 f"(a dataset of {self.examples} examples, seed={self.seed}, shuffle={self.shuffle}"
                 f"{window}) some of them would come again, and others never, or with other values. "
-                "Go on with the dataset, its `decode`, the release of hvd_elastic, seed, shuffle "
-                "and shuffle_window with which the epoch was begun (and for a Mixture its "
+                "Continue with the dataset, its `decode`, the release of hvd_elastic, seed, "
+                "shuffle and shuffle_window with which the epoch was begun (and for a Mixture its "
                 "datasets, weights and seed), or start a new run"
             )
 
@@ -537,7 +537,7 @@ class DataOrder:
         read = ahead.examples - worker.progress.examples
         if read >= self._epoch_end(0):
             worker.warn_once(
-                f"step {worker.progress.step + 1} goes on after {len(context.step.passes)} "
+                f"step {worker.progress.step + 1} continues after {len(context.step.passes)} "
                 f"backward passes in `with optimizer.no_sync():`, which have read {read} examples, "
                 f"and the data set has {self.examples}: it ends with the first optimizer.step() "
                 "after a backward pass outside of that block, and until then nothing is learnt, "

@@ -236,7 +236,7 @@ def test_job_at_its_time_limit_ends_and_goes_on_when_it_is_queued_again(
     ended = daemon.job(number)
     assert (ended.attempts, ended.message) == (
         1,
-        "time limit of 1.0 s: hvd-elastic requeue 1 lets it go on from its checkpoint",
+        "time limit of 1.0 s: hvd-elastic requeue 1 resumes it from its checkpoint",
     )
     ask_daemon(place, Requeue([number], {}))
     daemon.until(lambda: daemon.job(number).attempts == 2)
