@@ -120,13 +120,13 @@ def listens(path: Path) -> bool:
 
 def size_of(path: Path) -> int:
     """Return the size of a file, or of all files in a folder [bytes]."""
-    if not path.is_dir():
-        return path.lstat().st_size
+    files = [path]
+    if path.is_dir():
+        files = [Path(folder, name) for folder, _, names in os.walk(str(path)) for name in names]
     total = 0
-    for folder, _, files in os.walk(str(path)):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += Path(folder, name).lstat().st_size
+    for file in files:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            total += file.lstat().st_size
     return total
 
 
@@ -170,14 +170,17 @@ def find(run: str | None, host: str) -> list[tuple[Path, str]]:
 
 
 def remove(path: Path) -> str:
-    """Remove a file or folder; return why that failed, or ""."""
-    try:
-        if path.is_dir():
-            shutil.rmtree(str(path))
-        else:
-            path.unlink()
-    except OSError as error:
-        return error.strerror or str(error)
+    """Remove a file or folder, which others may remove too; return why that failed, or ""."""
+    while os.path.lexists(str(path)):
+        try:
+            if path.is_dir():
+                shutil.rmtree(str(path))
+            else:
+                path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return error.strerror or str(error)
     return ""
 
 

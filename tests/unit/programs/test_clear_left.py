@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hvd_elastic.programs.clear_left import find, remove
+from hvd_elastic.programs.clear_left import find, remove, size_of
 
 
 @pytest.fixture
@@ -55,3 +56,15 @@ def test_a_socket_is_left_behind_when_nobody_listens(home: Path) -> None:
         assert remove(home / "torch-shm-dir-dead") == ""
         assert left(home) == set()
     assert (home / "torch-shm-dir-used" / "manager.sock").exists()
+
+
+def test_what_several_calls_remove_at_the_same_time_is_no_problem(tmp_path: Path) -> None:
+    for number in range(30):
+        folder = tmp_path / "left" / str(number)
+        folder.mkdir(parents=True)
+        for file in range(30):
+            (folder / str(file)).touch()
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(remove, [tmp_path / "left"] * 4)] == [""] * 4
+    assert not (tmp_path / "left").exists()
+    assert size_of(tmp_path / "left") == 0
