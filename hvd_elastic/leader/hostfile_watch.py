@@ -83,6 +83,8 @@ class HostfileWatch:
         self.hosts: dict[str, Host] = {}
         self.input_hosts: dict[str, Host] = {}
         self._stamp: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
+        """As of the last look; :attr:`_stamp`: as of the last time that it was read."""
         self._told_error = ""
         self._gone_since: float | None = None
 
@@ -128,7 +130,8 @@ class HostfileWatch:
         """Read the hostfile if it was saved since it was last read; return whether that succeeded.
 
         A file that was saved with the same text counts too: after repairing a host, the user saves
-        the file to have the host tried again.
+        the file to have the host tried again. One that is written in place, and not replaced, may
+        have a part of its lines only: it counts when it is the same at the next look.
         """
         if self._path is None:
             return False
@@ -138,7 +141,9 @@ class HostfileWatch:
             self._is_gone(self._path, error)
             return False
         self._gone_since = None
-        if stamp == self._stamp:
+        before, self._seen = self._seen, stamp
+        inode = self._stamp and self._stamp[2]
+        if stamp == self._stamp or (stamp[2] == inode and stamp != before):
             return False
         self._stamp = stamp
         try:

@@ -11,6 +11,7 @@ from hvd_elastic import run_events as ev
 from hvd_elastic.jobs.hosts import BarredHosts, ClusterHosts, Use
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.progress import RunHosts
+from hvd_elastic.replaced_files import write_whole
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_a_host_that_leaves_the_hostfile_is_shown_until_it_is_empty(hostfile: Pa
     trains = running(2, {"b": 1})
     uses = [Use(command, {"b": 1}), Use(trains, {"b": 2})]
     assert hosts.slots(uses) == {"a": 2, "b": 2}
-    hostfile.write_text("a slots=2\n")
+    write_whole(hostfile, "a slots=2\n")
     assert hosts.changed()
     assert hosts.slots(uses) == {"a": 2, "b": 1}, "the command keeps its slot"
     assert hosts.slots([Use(command, {}, {"b"})]) == {"a": 2}, "unless its run has lost the host"

@@ -12,6 +12,7 @@ from hvd_elastic.leader import hostfile_watch
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
+from hvd_elastic.replaced_files import write_whole
 
 
 def become_a_pipe(hostfile: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
     watch = HostfileWatch.of_run(spec, told.append)
     watch.read()
     hostfile.write_text("a price=1\nbig slots=8\n")
-    assert not any(watch.changed() for _ in range(2))
+    assert not any(watch.changed() for _ in range(3))
     assert len(told) == 1
     assert f"the hosts stay: {hostfile} has no price= for host big; add it" in told[0]
     assert list(watch.hosts) == ["a"]
@@ -94,7 +95,7 @@ def test_only_an_engine_may_have_no_host_for_a_while(tmp_path: Path, engine, hos
     spec = RunSpec(("true",), "/", hostfile=str(hostfile), engine=engine)
     watch = HostfileWatch.of_run(spec, told.append)
     watch.read()
-    hostfile.write_text("\n\n")
+    write_whole(hostfile, "\n\n")
     assert watch.changed() is (engine is not None)
     assert [*watch.hosts] == hosts
     assert len(told) == len(hosts)
@@ -119,12 +120,12 @@ def test_excluded_hosts_are_left_out_whenever_they_are_listed(tmp_path: Path) ->
     watch = HostfileWatch.of_run(spec, told.append)
     watch.read()
     assert [*watch.hosts] == ["a"]
-    hostfile.write_text("c1\na slots=2\nd labels=old,x\ne\ncpu1 slots=0 labels=input,old\n")
+    write_whole(hostfile, "c1\na slots=2\nd labels=old,x\ne\ncpu1 slots=0 labels=input,old\n")
     assert watch.changed()
     assert [*watch.hosts] == ["a", "e"]
     assert not watch.input_hosts
     assert not told
-    hostfile.write_text("b\nc2\n")
+    write_whole(hostfile, "b\nc2\n")
     assert not watch.changed()
     assert [*watch.hosts] == ["a", "e"]
     assert told[0].endswith(f"--exclude b,c[1-9],@old leaves no host of {hostfile}")
@@ -136,8 +137,31 @@ def test_a_host_that_trains_cannot_become_one_that_reads(tmp_path: Path) -> None
     told: list[str] = []
     watch = HostfileWatch(hostfile, told.append)
     watch.read()
-    hostfile.write_text("a slots=2\nb slots=4 labels=input\n")
+    write_whole(hostfile, "a slots=2\nb slots=4 labels=input\n")
     assert not watch.changed()
     assert "host b has 4 slots" in told[0]
     assert "slots=0" in told[0]
     assert [*watch.hosts] == ["a"]
+
+
+def test_a_hostfile_that_is_written_in_place_takes_no_host_away_meanwhile(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a\nb\n")
+    told: list[str] = []
+    watch = HostfileWatch(hostfile, told.append)
+    watch.read()
+    with hostfile.open("w") as file:
+        for number in range(3):
+            assert not watch.changed(), f"it has {number} of 3 lines"
+            file.write(f"n{number}\n")
+            file.flush()
+    assert not watch.changed()
+    assert [*watch.hosts] == ["a", "b"]
+    assert watch.changed()
+    assert [*watch.hosts] == ["n0", "n1", "n2"]
+    os.utime(hostfile, ns=(1, 1))  # saved with the same text
+    assert [watch.changed() for _ in range(3)] == [False, True, False]
+    write_whole(hostfile, "c\n")
+    assert watch.changed(), "a file that is replaced is whole"
+    assert [*watch.hosts] == ["c"]
+    assert not told
