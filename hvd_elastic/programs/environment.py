@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.programs.clear_left import is_in_use, own, size_of
+from hvd_elastic.programs.clear_left import remove as remove_path
 from hvd_elastic.programs.processes import all_processes, environment, own_ancestors, read
 
 NEW, OLD = ".hvd_elastic-new", ".hvd_elastic-old"
@@ -191,14 +192,8 @@ def remove(prefix: str, names: list[str], home: str = "") -> list[dict[str, Any]
     for each in found:
         each["removed"] = False
         if each["name"] in names and not each["stays"]:
-            try:
-                while Path(each["path"]).exists():
-                    # Hosts with one disk remove it at the same time.
-                    with contextlib.suppress(FileNotFoundError):
-                        shutil.rmtree(each["path"])
-                each["removed"] = True
-            except OSError as error:
-                each["stays"] = f"{error.filename}: {error.strerror}"
+            each["stays"] = remove_path(Path(each["path"]))
+            each["removed"] = not each["stays"]
     return found
 
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -232,7 +231,8 @@ def test_what_dead_runs_left_in_files_is_removed_and_what_is_used_is_not(
 ) -> None:
     run = f"run-{secrets.token_hex(4)}"
     digest = hashlib.sha256(f"{run}/node1".encode()).hexdigest()[:12]
-    folders = [Path(tempfile.gettempdir(), f"hvd-{digest}-{name}") for name in ("dead", "used")]
+    # A log-in has no TMPDIR of ours.
+    folders = [Path("/tmp", f"hvd-{digest}-{name}") for name in ("dead", "used")]
     for folder in folders:
         folder.mkdir()
         (folder / "torch_socket").write_bytes(bytes(1000))

@@ -332,9 +332,7 @@ class CloudSource(HostSource):
 
 
 @contextlib.contextmanager
-def cloud_engine(
-    folder: RunFolder, cloud: CloudFolder, tell: Callable[[str], None] | None = None
-) -> Iterator[CloudHosts]:
+def cloud_engine(folder: RunFolder, cloud: CloudFolder) -> Iterator[CloudHosts]:
     """Yield the machines of a cloud as the hosts of a run, when the fewest can be used.
 
     Machines that the run has asked for are ended with it; those of ``cloud up`` stay.
@@ -342,12 +340,12 @@ def cloud_engine(
     Raises:
         RunError: another run uses the cloud, no machine can be had, or the run was stopped.
     """
-    tell, by = tell or _tell, f"run {folder.run_id}"
+    by = f"run {folder.run_id}"
     spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
-    with using(cloud, by, folder.hosts, spec, tell, CloudHosts) as (hosts, growth):
+    with using(cloud, by, folder.hosts, spec, _tell, CloudHosts) as (hosts, growth):
         try:
             hosts.begin_with(growth, lambda: bool([*folder.take_requests("stop")]))
-            with growing(growth, folder, tell), _watching(folder, hosts, tell):
+            with growing(growth, folder, _tell), _watching(folder, hosts, _tell):
                 yield hosts
         finally:
             hosts.end()
