@@ -81,7 +81,8 @@ def train(state):
             optimizer_g.step()
             may_die("after generator")
             if hvd.size() == 1 and kills_so_far() < len(KILLS):
-                time.sleep(0.5)  # for the worker that joins
+                # For the worker that joins, which has until the bodies of the next kill are left.
+                time.sleep(0.5 if state.bodies < 20 else 5.0)
 
 
 state = hvd.State(**models, **optimizers, bodies=0, critic=0)
