@@ -130,7 +130,7 @@ class RunTakenOver(msgspec.Struct, frozen=True):
         agents: hosts whose agents have answered.
         awaited: hosts whose agents are being started and have not answered yet.
         generation, members: number and members of the last announced generation.
-        requested_np: size that was requested while the run went on; None: none.
+        requested_np: size that was requested while the run continued; None: none.
     """
 
     hosts: tuple[HostSlots, ...]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Hostfile
 from hvd_elastic.leader.spec import RunSpec
@@ -15,6 +17,8 @@ from hvd_elastic.records.run_folder import RunFolder
 
 INSIDE = {"slurm": "the nodes of this Slurm allocation"}
 """What each engine gives to a run that is started inside of it, in words."""
+_TELL_S = 60.0
+"""Time between two reports of what is still waited for [s]."""
 _END_S = 10.0
 """How long the end of a block waits for a call that has begun [s]: what it asks may be busy."""
 
@@ -73,6 +77,28 @@ def engine_named(name: str) -> HostSource:
 def engine_around(environment: Mapping[str, str]) -> str | None:
     """Return the engine that a process with this environment runs in; None: in none."""
     return next((name for name in INSIDE if engine_named(name).is_around(environment)), None)
+
+
+class WaitReport:
+    """Reports what is waited for: whenever that changes, and every minute.
+
+    Args:
+        tell: called with it, in words.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._began = self._told_at = time.monotonic()
+        self._said = ""
+
+    def say(self, text: str) -> None:
+        """Report what is waited for now."""
+        now = time.monotonic()
+        if text == self._said and now < self._told_at + _TELL_S:
+            return
+        waited = f" (after {duration_words(now - self._began)})" if text == self._said else ""
+        self._tell(f"{text}{waited}")
+        self._said, self._told_at = text, now
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ ssh port is written ``port=2222``, or set in the ssh configuration for that host
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import itertools
 import math
@@ -148,11 +149,41 @@ class Hostfile:
             found |= {host.name: host for host in chosen}
         return tuple(found.values())
 
+    def without(self, text: str, *, may_be_empty: bool = False) -> Hostfile:
+        """Return the hosts that a list does not name; it may name some that are not here.
+
+        Args:
+            may_be_empty: whether no host may be left.
+
+        Raises:
+            HostfileError: the list cannot be parsed, or no host is left.
+        """
+        left = tuple(host for host in self if not is_named(host, text))
+        if self.hosts and not left and not may_be_empty:
+            raise HostfileError(f"--exclude {text} leaves no host of {self.source}")
+        return replace(self, hosts=left)
+
     def __iter__(self) -> Iterator[Host]:
         return iter(self.hosts)
 
     def __len__(self) -> int:
         return len(self.hosts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(text: str) -> frozenset[str]:
+    names = expand_hosts(text, labels=True)
+    return frozenset(name.lower() if name[:1] != "@" else name for name in names)
+
+
+def is_named(host: Host, text: str) -> bool:
+    """Return whether a list such as ``gpu[1-4],@spot`` names a host, by its name or a label.
+
+    Raises:
+        HostfileError: the list cannot be parsed.
+    """
+    own = [host.name.lower(), *(f"@{each}" for each in host.labels)]
+    return not _names_in(text).isdisjoint(own)
 
 
 def name_as_listed(name: str, names: Iterable[str]) -> str:

@@ -272,7 +272,7 @@ class DataOrder:
                 self._warn_of_idle_ranks(worker)
                 before = (worker.progress.epoch, worker.progress.position)
                 position = context.reading.position
-                share = self._share(position, self._epoch_end(position), worker)
+                share = self._slice(position, self._epoch_end(position), worker.rank, worker.size)
                 spans = self._spans(share, worker.progress.step, worker.size)
                 planner.step_begins(len(spans), worker.communicator.waited_s)
                 place = self._place(context, position)
@@ -328,7 +328,8 @@ class DataOrder:
         while not bench.is_over():
             if self._at_end(context):
                 progress.next_epoch()
-            share = self._share(progress.position, self._epoch_end(progress.position), worker)
+            end = self._epoch_end(progress.position)
+            share = self._slice(progress.position, end, worker.rank, worker.size)
             spans = self._spans(share, progress.step, worker.size)
             place = self._place(context, progress.position)
             following = place._replace(start=share.step_stop)
@@ -367,23 +368,19 @@ class DataOrder:
 
     def indices(self, place: Place, progress: Progress) -> Iterator[list[int]]:
         """Yield the dataset indices of each pass from a place to the end of the epoch."""
-        _, rank, size = place.world
-        batch, parts, order = (
-            self.planner.batch_size,
-            self.planner.parts,
-            self._epoch_order(place.world[0]),
-        )
+        epoch, rank, size = place.world
+        order = self._epoch_order(epoch)
         position, end, step = place.start, self._epoch_end(place.start), progress.step
         while position < end:
             spans: list[tuple[int, int]] = []
             ahead = 0
             while position < end and ahead < _INDICES_AT_ONCE:
-                share = step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
+                share = self._slice(position, end, rank, size)
                 spans += self._spans(share, step, size)
                 ahead += share.stop - share.start
                 position, step = share.step_stop, step + 1
             positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
-            first = place.world[0] * self.examples if self._endless else 0
+            first = epoch * self.examples if self._endless else 0
             found = iter((order(positions) + first).tolist())
             for start, stop in spans:
                 yield list(islice(found, stop - start))
@@ -406,23 +403,20 @@ class DataOrder:
         self._prefetch.told = (now, place.start, stop)
         tell([*coming, *following])
 
-    def _share(self, position: int, end: int, worker: Worker) -> Slice:
-        rank, size = worker.rank, worker.size
+    def _slice(self, position: int, end: int, rank: int, size: int) -> Slice:
+        """Return a rank's share of the step that begins at a position."""
         batch, parts = self.planner.batch_size, self.planner.parts
         return step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
 
     def largest_share(self, context: Context) -> int:
         """Return the most examples that a rank has in the step that is read."""
         position, size = context.reading.position, context.worker.communicator.size
-        end, batch, parts = self._epoch_end(position), self.planner.batch_size, self.planner.parts
+        end = self._epoch_end(position)
         # The last step of an epoch may have fewer examples than the batch size, or a few more.
-        first = step_slice(position, end, batch, 0, size, MIN_SHARE, parts=parts)
-        now = (first.step_examples, size, batch, parts)
+        examples = self._slice(position, end, 0, size).step_examples
+        now = (examples, size, self.planner.batch_size, self.planner.parts)
         if self._largest[0] != now:
-            shares = [
-                step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
-                for rank in range(size)
-            ]
+            shares = [self._slice(position, end, rank, size) for rank in range(size)]
             self._largest = now, max(each.stop - each.start for each in shares)
         return self._largest[1]
 
@@ -512,8 +506,8 @@ class DataOrder:
                 f"that were decoded otherwise; {progress.position} of them were read. In this one "
                 f"(a dataset of {self.examples} examples, seed={self.seed}, shuffle={self.shuffle}"
                 f"{window}) some of them would come again, and others never, or with other values. "
-                "Go on with the dataset, its `decode`, the release of hvd_elastic, seed, shuffle "
-                "and shuffle_window with which the epoch was begun (and for a Mixture its "
+                "Continue with the dataset, its `decode`, the release of hvd_elastic, seed, "
+                "shuffle and shuffle_window with which the epoch was begun (and for a Mixture its "
                 "datasets, weights and seed), or start a new run"
             )
 
@@ -543,7 +537,7 @@ class DataOrder:
         read = ahead.examples - worker.progress.examples
         if read >= self._epoch_end(0):
             worker.warn_once(
-                f"step {worker.progress.step + 1} goes on after {len(context.step.passes)} "
+                f"step {worker.progress.step + 1} continues after {len(context.step.passes)} "
                 f"backward passes in `with optimizer.no_sync():`, which have read {read} examples, "
                 f"and the data set has {self.examples}: it ends with the first optimizer.step() "
                 "after a backward pass outside of that block, and until then nothing is learnt, "

@@ -219,7 +219,8 @@ class Daemon:
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
         self._runs.send_rest()
-        self._queue.changed |= self._limits.changed() | self._runs.take_moved()
+        self._queue.changed |= self._limits.changed(time.monotonic())
+        self._queue.changed |= self._runs.take_moved()
         self._queue.changed |= self._operator_state.changed(time.time()) | self._gpus.changed()
         if self._hosts.changed():
             self._record.hosts(self._hosts.listed)
@@ -594,9 +595,9 @@ class Daemon:
         return self._hosts.rows(self._uses(), *told)
 
     def _show_limits(self) -> Answer:
-        self._queue.changed |= self._limits.changed()  # the file may just have been saved
+        self._queue.changed |= self._limits.changed(time.monotonic())
         rows = self._shares.rows(self._limits.limits, self._queue.active.values())
-        return Answer(self._limits.mistake, data=rows)
+        return Answer(self._limits.problem, data=rows)
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""

@@ -138,7 +138,7 @@ class HostHealth:
             self._try(due)
 
     def close(self) -> None:
-        """End a try that goes on."""
+        """End a try that has not ended."""
         if self._trial is not None:
             self._trial.close()
 

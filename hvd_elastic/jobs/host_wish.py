@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, hosts_named
-from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts
+from hvd_elastic.hosts.hostfile import Host, Hostfile, is_named
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class HostWish:
         return frozenset(
             host.name
             for host in hosts.values()
-            if (not self.only or _names(self.only, host))
-            and not (self.exclude and _names(self.exclude, host))
+            if (not self.only or is_named(host, self.only))
+            and not (self.exclude and is_named(host, self.exclude))
             and all(
                 label in host.labels
                 if label in listed
@@ -154,21 +153,6 @@ class HostWish:
 
 _MOST_TOLD = 8
 """Hosts of which it is told what they have."""
-
-
-@functools.lru_cache(maxsize=1024)
-def _wanted(text: str) -> frozenset[str]:
-    return frozenset(name.lower() if name[:1] != "@" else name for name in listed(text))
-
-
-def listed(text: str) -> tuple[str, ...]:
-    """Return the names and labels of a list; raises HostfileError if it is none."""
-    return expand_hosts(text, labels=True)
-
-
-def _names(text: str, host: Host) -> bool:
-    """Return whether a list names a host, by its name or a label."""
-    return not _wanted(text).isdisjoint([host.name.lower(), *(f"@{each}" for each in host.labels)])
 
 
 def _labels(hosts: Mapping[str, Host]) -> set[str]:

@@ -227,7 +227,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
 
 class Requeue(msgspec.Struct, tag="requeue"):
-    """Put jobs back into the queue; they go on from their last checkpoint.
+    """Put jobs back into the queue; they resume from their last checkpoint.
 
     ``after`` replaces the jobs that they wait for, unless it is None.
     """
@@ -285,7 +285,7 @@ class Pause(msgspec.Struct, tag="pause"):
 class Down(msgspec.Struct, tag="down"):
     """End the daemon.
 
-    ``leave_jobs``: jobs go on without it; otherwise they end and are queued.
+    ``leave_jobs``: jobs continue without it; otherwise they end and are queued.
     """
 
     leave_jobs: bool

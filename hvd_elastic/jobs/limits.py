@@ -26,6 +26,9 @@ _HALF_LIFE = "7d"
 ALL = "all users together"
 _MEMBERS_S = 60
 """How long it is taken for granted who is in a group [s]."""
+_SETTLED_S = 1.0
+"""How long a saved file must be unchanged before it counts [s]: an editor or ``>`` empties it, or
+renames it, before it writes, and for that moment the cluster would have no limits."""
 
 
 class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -269,9 +272,6 @@ class LimitsFile:
         path: the file; there need be none.
         warn: called with the reason when it cannot be used; the earlier limits stay then.
 
-    Attributes:
-        mistake: why what was saved last cannot be used; empty: it is used.
-
     Raises:
         UsageError: it cannot be used at the start.
     """
@@ -279,21 +279,39 @@ class LimitsFile:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         self._warn = warn
-        self._stamp = self._present_stamp()
+        self._stamp = self._seen = self._present_stamp()
+        self._seen_at = -math.inf
         self.limits = Limits.read(path)
-        self.mistake = ""
+        self._mistake = ""
 
-    def changed(self) -> bool:
-        """Read the file if it was saved; return whether it was."""
+    @property
+    def problem(self) -> str:
+        """Why what was saved last is not used; empty: it is."""
+        if self._seen != self._stamp:
+            return f"{self._path} was saved a moment ago, and is read within seconds"
+        return self._mistake
+
+    def changed(self, now: float) -> bool:
+        """Read the file if it was saved and nobody is writing it; return whether it was read.
+
+        Args:
+            now: present time [monotonic s].
+        """
         stamp = self._present_stamp()
-        if stamp == self._stamp:
+        if stamp != self._seen:
+            self._seen, self._seen_at = stamp, now
+        if stamp == self._stamp or now < self._seen_at + _SETTLED_S:
             return False
-        self._stamp, self.mistake = stamp, ""
+        limits, mistake = self.limits, ""
         try:
-            self.limits = Limits.read(self._path)
+            limits = Limits.read(self._path)
         except UsageError as error:
-            self.mistake = f"{error}; the earlier ones stay"
-            self._warn(self.mistake)
+            mistake = f"{error}; the earlier ones stay"
+        if self._present_stamp() != stamp:  # what was read may be a part
+            return False
+        self._stamp, self.limits, self._mistake = stamp, limits, mistake
+        if mistake:
+            self._warn(mistake)
         return True
 
     def _present_stamp(self) -> tuple[int, int, int] | None:

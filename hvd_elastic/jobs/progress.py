@@ -181,7 +181,7 @@ class RunProgress:
     """Progress of a run by its events; :meth:`add` takes new ones, and :meth:`poll` reads them.
 
     Attributes:
-        ending: how the run ended; None: it goes on, as far as its events say.
+        ending: how the run ended; None: it runs, as far as its events say.
         began_at: when its present or last leader began [Unix s]; None: none has.
         cut_off_at: when its leader noted last that it hears from none of its hosts [Unix s].
         is_tried: whether the daemon has tried those hosts since.

@@ -441,7 +441,7 @@ class JobQueue:
             return job
         goes_on = "starts it from its beginning"
         if job.request.kind is not JobKind.PLAIN:
-            goes_on = "lets it go on from its checkpoint"
+            goes_on = "resumes it from its checkpoint"
         job = replace(
             job,
             stop=StopReason.TIME_LIMIT,
@@ -540,7 +540,7 @@ def _named(job: Job) -> dict[str, Any]:
 
 
 def _held_words(by: str) -> str:
-    return f"held by {by}: hvd-elastic release lets it go on"
+    return f"held by {by}: hvd-elastic release ends the hold"
 
 
 def _ended(job: Job, status: JobStatus, message: str, now: float) -> Job:

@@ -55,7 +55,7 @@ class QueueRequests:
         has_keeper: returns whether the keeper of a user is there.
 
     Attributes:
-        down: the request that ends the daemon; None: it goes on.
+        down: the request that ends the daemon; None: it continues.
     """
 
     def __init__(

@@ -16,8 +16,9 @@ from msgspec import structs
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import one_line
+from hvd_elastic.hosts.hostfile import expand_hosts
 from hvd_elastic.jobs import job as ask
-from hvd_elastic.jobs.host_wish import HostWish, listed
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, Request
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import OUTCOMES
@@ -178,7 +179,7 @@ def _check_wish(wish: HostWish) -> None:
     if wish.gpu_memory_gb is not None and not 0 < wish.gpu_memory_gb < _MOST_LENGTH:
         raise UsageError("--gpu-memory is not valid: give GB, above 0")
     for text in filter(None, (wish.only, wish.exclude)):
-        listed(text)
+        expand_hosts(text, labels=True)
 
 
 def _check_priority(priority: float) -> None:

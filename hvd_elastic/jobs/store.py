@@ -352,7 +352,7 @@ def _explained(path: Path) -> Iterator[None]:
             why, do = f"it cannot be opened ({error})", "mend the permissions or free space there"
         else:
             why, do = str(error), "look at the file with sqlite3"
-        raise StoreError(f"the queue {path} cannot be used: {why}. To go on: {do}.") from error
+        raise StoreError(f"the queue {path} cannot be used: {why}. What to do: {do}.") from error
     except OSError as error:
         raise StoreError(
             f"the queue {path} cannot be used: {error.strerror}. Free space or mend the "

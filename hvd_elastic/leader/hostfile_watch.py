@@ -28,15 +28,21 @@ _REPLACED_WITHIN_S = 2.0
 which leaves no file for a moment."""
 
 
-def read_hosts(path: Path | None, slots: int = 1, *, may_be_empty: bool = False) -> Hostfile:
+def read_hosts(
+    path: Path | None, slots: int = 1, exclude: str | None = None, *, may_be_empty: bool = False
+) -> Hostfile:
     """Return the hosts that a hostfile has now, or this machine with ``slots`` if there is none.
+
+    Args:
+        exclude: list of hosts that are left out.
 
     Raises:
         HostfileError: the hostfile cannot be used.
     """
     if path is None:
         return Hostfile((Host("localhost", slots=slots),), "this machine")
-    return parse_hostfile(path, may_be_empty=may_be_empty)
+    found = parse_hostfile(path, may_be_empty=may_be_empty)
+    return found if exclude is None else found.without(exclude, may_be_empty=may_be_empty)
 
 
 class HostfileWatch:
@@ -46,6 +52,7 @@ class HostfileWatch:
         path: the hostfile; None: this machine alone.
         warn: called with the reason when a changed hostfile cannot be used, once for each reason.
         slots: slots of this machine.
+        exclude: list of hosts that are left out, whenever they are in the hostfile.
         readers: hosts that read for the others, besides those that the hostfile labels.
         ordered: returns the hosts of a hostfile in the order in which they are used; by default
             that of the file.
@@ -62,13 +69,14 @@ class HostfileWatch:
         warn: Callable[[str], None],
         *,
         slots: int = 1,
+        exclude: str | None = None,
         readers: Sequence[str] = (),
         ordered: Callable[[Hostfile], list[Host]] = list,
         may_be_empty: bool = False,
     ) -> None:
         self._path = path
         self._warn = warn
-        self._slots = slots
+        self._slots, self._exclude = slots, exclude
         self._readers = readers
         self._ordered = ordered
         self._may_be_empty = may_be_empty
@@ -86,6 +94,7 @@ class HostfileWatch:
             spec.hostfile_path,
             warn,
             slots=spec.slots,
+            exclude=spec.exclude,
             readers=spec.input_hosts,
             ordered=partial(_cheapest_first, spec) if minds_cost else list,
             may_be_empty=spec.engine is not None,
@@ -109,7 +118,7 @@ class HostfileWatch:
         if self._path is not None:
             with contextlib.suppress(OSError):  # read_hosts reports the problem
                 self._stamp = file_stamp(self._path)
-        found = read_hosts(self._path, self._slots, may_be_empty=self._may_be_empty)
+        found = read_hosts(self._path, self._slots, self._exclude, may_be_empty=self._may_be_empty)
         hosts = self._ordered(found)
         reads = input_hosts(hosts, self._readers, str(self._path))
         self.input_hosts = {host.name: host for host in reads}

@@ -73,7 +73,7 @@ def run_mpi(spec: RunSpec, environment: Mapping[str, str]) -> int:
             "apt-get install openmpi-bin libopenmpi-dev, then build Horovod again: "
             "hvd-elastic build-horovod"
         )
-    hosts = [*read_hosts(spec.hostfile_path, spec.slots)]
+    hosts = [*read_hosts(spec.hostfile_path, spec.slots, spec.exclude)]
     environment = {**spec.environment(environment, "mpi"), **_FOR_MPI}
     forwarded = forwarded_environment(environment)
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as folder:

@@ -24,6 +24,7 @@ from hvd_elastic.hosts.hostfile import Host, Hostfile, parse_hostfile
 from hvd_elastic.hosts.ssh import connect
 from hvd_elastic.hosts.ssh_config import ssh_config_for
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.leader.hostfile_watch import read_hosts
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
@@ -132,7 +133,7 @@ class Resumption:
         asked = None
         if np is not None or hostfile is not None:
             path = spec.hostfile_path
-            asked = given() if path is None or spec.engine else parse_hostfile(path)
+            asked = given() if path is None or spec.engine else read_hosts(path, 1, spec.exclude)
         spares = 0 if np is None else spec.spares
         raise_together(
             lambda: check_sizes(spec.np, spec.min_np, spec.max_np, mpi=False),

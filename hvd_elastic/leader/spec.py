@@ -60,6 +60,7 @@ class RunSpec:
         command: training command with its arguments.
         cwd: working directory of the command on every host.
         hostfile: path of the hostfile; None: the run uses this machine only.
+        exclude: list of hosts of the hostfile that are not used; None: all are.
         engine: name of what owns the hosts and writes the hostfile; None: the user.
         slots: number of processes on this machine when there is no hostfile.
         np: requested number of processes; None: as many as allowed.
@@ -92,6 +93,7 @@ class RunSpec:
     command: tuple[str, ...]
     cwd: str
     hostfile: str | None = None
+    exclude: str | None = None
     engine: str | None = None
     slots: int = 1
     np: int | None = None

@@ -332,7 +332,7 @@ def steer_policy(do: Any, scaler: Scaler | None) -> Answer:
     if do == "resume":
         scaler.resume("the policy may decide again", time.monotonic())
         return Answer("the policy decides the number of workers again")
-    return Answer(f"a policy can be told to pause or resume, not to {do!r}", ok=False)
+    return Answer(f"a policy can pause or resume, not {do!r}", ok=False)
 
 
 def drain(

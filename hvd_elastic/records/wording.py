@@ -150,7 +150,7 @@ def _words(event: ev.ReadEvent) -> tuple[str, str] | None:
             return f"took over the run: {count(workers, 'worker')} did not train yet", "good"
         case ev.TakenOver(size=size):
             trained = count(size, "worker")
-            return f"took over the run: {trained} went on training without a leader", "good"
+            return f"took over the run: {trained} continued training without a leader", "good"
         case ev.LeaderCutOff(silent_s=silent_s, grace_s=grace_s):
             silent, grace = duration_words(silent_s), duration_words(grace_s)
             text = (
@@ -293,7 +293,7 @@ def run_state(
 
 
 IN_QUEUE = (
-    "squeue --me shows whether it waits in Slurm's queue to begin or to go on, and scancel takes "
+    "squeue --me shows whether it waits in Slurm's queue to begin or to resume, and scancel takes "
     "it from there"
 )
 """What else there is to know about a run without a leader that was submitted to Slurm."""

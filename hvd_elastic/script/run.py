@@ -159,7 +159,7 @@ def _end_as_killed(worker: Worker, killed: str) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("a killed process goes on")
+    raise AssertionError("a killed process continues")
 
 
 def epochs(count: int, *until: object) -> Iterator[int]:
@@ -179,7 +179,7 @@ def epochs(count: int, *until: object) -> Iterator[int]:
     if until:
         raise ScriptError(
             f"hvd.epochs({', '.join(map(repr, (count, *until)))}): epochs count from 0, and a run "
-            "that goes on begins with a later one by itself. Give their number alone, as "
+            "that continues begins with a later one by itself. Give their number alone, as "
             "hvd.epochs(10), and add 1 where you print them"
         )
     if not isinstance(count, Real):

@@ -61,7 +61,7 @@ class Search:
 
     Attributes:
         trials: the trials as they were last seen.
-        reasons: why they are held or go on, as last decided.
+        reasons: why they are held or continue, as last decided.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Search:
         except RunError as error:  # the daemon is not there, or its queue cannot be read
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                self._tell(f"{error}. Trials that run go on meanwhile")
+                self._tell(f"{error}. Trials that run continue meanwhile")
         else:
             self._trouble = ""
         return ""
@@ -129,7 +129,7 @@ class Search:
     # -- looking ---------------------------------------------------------------------------
 
     def ranked(self, now: float) -> list[Trial]:
-        """Return the trials as they are, the best first, with why each is held or goes on."""
+        """Return the trials as they are, the best first, with why each is held or continues."""
         self.look(now)
         rules = self.study.definition.rules
         reasons = decide(self.trials, rules, 0, now).reasons

@@ -287,19 +287,16 @@ class Study:
             self._study.add_trial(made)
         return _trial_of(self._study.get_trials(deepcopy=False)[number])
 
-    def report(self, trial: Trial, apart: float = _REPORTED) -> None:
-        """Write the newest point of a trial into the journal.
+    def report(self, trial: Trial) -> None:
+        """Write the newest point of a trial into the journal if its examples have grown enough."""
+        last = self._reported.get(trial.number, 0.0)
+        if trial.points and trial.points[-1][0] >= _REPORTED * last:
+            self._write_point(trial, *self._frozen(trial))
 
-        Args:
-            apart: growth of the examples since the last point there, below which it is not written.
-        """
-        if not trial.points:
-            return
+    def _write_point(self, trial: Trial, storage: JournalStorage, frozen: FrozenTrial) -> None:
         examples, value, _ = trial.points[-1]
-        if examples >= apart * self._reported.get(trial.number, 0.0):
-            storage, frozen = self._frozen(trial)
-            storage.set_trial_intermediate_value(frozen._trial_id, int(examples), float(value))
-            self._reported[trial.number] = examples
+        storage.set_trial_intermediate_value(frozen._trial_id, int(examples), float(value))
+        self._reported[trial.number] = examples
 
     def end_trial(self, trial: Trial) -> None:
         """Write how a trial has ended."""
@@ -308,7 +305,8 @@ class Study:
         storage, frozen = self._frozen(trial)
         if frozen.state.is_finished():
             return
-        self.report(trial, 0.0)
+        if trial.points:
+            self._write_point(trial, storage, frozen)
         end = {name: getattr(trial, name) for name in _KEPT}
         end |= {"status": trial.status.value, "points": without_nan(trial.points)}
         storage.set_trial_user_attr(frozen._trial_id, _END, end)

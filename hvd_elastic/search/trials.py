@@ -83,7 +83,7 @@ class Rules:
         goal: ``max`` or ``min``, of the metric.
         trials: how many trials the study has at most.
         rungs: number of rungs, the last of which is at ``max_examples``; 1: no trial is held.
-        reduction: one of so many trials goes on from a rung to the next.
+        reduction: one of so many trials continues from a rung to the next.
         max_examples: useful examples after which a trial is done; None: its script ends it.
         deadline: when the study has to be finished [Unix s]; None: no deadline.
     """
@@ -131,11 +131,11 @@ class Decision:
 
     Attributes:
         hold: trials to hold back at a rung.
-        release: held trials to let go on.
+        release: held trials that continue.
         end: trials that are done, whose jobs are ended after a checkpoint.
         priorities: priorities of the trials that train, relative to that of the study.
         add: how many trials to add.
-        reasons: why a trial is held, goes on or is done, in words.
+        reasons: why a trial is held, continues or is done, in words.
         finished: why the study has nothing more to do; empty: it has.
     """
 

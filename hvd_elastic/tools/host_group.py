@@ -97,11 +97,10 @@ class HostGroup(fabric.Group):
     done; its ``result`` has ``succeeded`` and ``failed``. Members are :class:`HostConnection`.
 
     Args:
-           hosts: host patterns as in a hostfile (``"node1"``, ``"me@node2:2222"``,
-                ``"gpu[01-16]"``).
-            options: ssh options.
-            fanout: maximum number of hosts at a time.
-            timeout_s: limit for :meth:`run` and :meth:`get` on each host [s]; None for no limit.
+        hosts: lines as in a hostfile: ``"node1"``, ``"me@node2 port=2222"``, ``"gpu[01-16]"``.
+        options: ssh options.
+        fanout: maximum number of hosts at a time.
+        timeout_s: limit for :meth:`run` and :meth:`get` on each host [s]; None for no limit.
 
     Raises:
         HostfileError: a host cannot be parsed.

@@ -53,7 +53,7 @@ def LocalOptimizer(  # noqa: N802  (as DistributedOptimizer)
             once in ``every`` batches (streaming DiLoCo). A failure repeats the batches since the
             last of them.
         delay: batches for which training continues while a part is being sent.
-        mix: part of a rank's own parameters in what it goes on with, from 0 to below 1. With 0 the
+        mix: part of a rank's own parameters that it trains on with, from 0 to below 1. With 0 the
             batches of the delay are not learnt from where they change that part of the parameters.
 
     Returns:

@@ -102,7 +102,7 @@ class LiveRuns:
         rows = self._rows.read_rows([*folders[:_ROWS], *older])
         running = sum(row["status"] in GOES_ON for row in rows)
         html = {"clusters": self._clusters.render(), "runs": _run_table(rows, len(folders))}
-        return {"html": html, "live": f"{count(running, 'run')} going on"}
+        return {"html": html, "live": f"{count(running, 'run')} in progress"}
 
 
 class _Rows:

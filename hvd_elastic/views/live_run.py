@@ -236,7 +236,7 @@ class LiveComparison:
                 self._charts, self._charts_key = comparison_charts(shown), charts_key
             parts, data = comparison_parts(shown, self._charts)
             alive = sum(state not in ENDED for state in states)
-            found = {"html": parts, "data": data, "live": f"{count(alive, 'run')} going on"}
+            found = {"html": parts, "data": data, "live": f"{count(alive, 'run')} in progress"}
             self._rendered = key, found
             return found
 

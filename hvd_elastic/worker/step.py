@@ -349,7 +349,7 @@ class Step:
         if ranks:
             raise ScriptError(
                 f"step {max(told)} was left out on {plural('rank', len(ranks))} "
-                f"{', '.join(ranks)} alone, of {len(told)}: the loop body went on to the next "
+                f"{', '.join(ranks)} alone, of {len(told)}: the loop body continued with the next "
                 f"batch without {worker.frontend.takes_step}, and from then on ranks would hold "
                 "different weights. Take every step on all ranks; one with gradients that are not "
                 "finite is left out on all of them by itself. Else have all decide alike, by "

@@ -8,10 +8,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from hvd_elastic.cli.cluster.command_output import copy_bar
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.options import argument, command, number_option, option, whole_number_option
+from hvd_elastic.cli.options import (
+    argument,
+    command,
+    given_options,
+    number_option,
+    option,
+    whole_number_option,
+)
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
@@ -22,9 +31,16 @@ if TYPE_CHECKING:
     from hvd_elastic.tools.copy.job import Copied, CopySettings, Pulled
 
 
+_NOT_WITH_PULL = ("checksum", "shard", "source_host", "hard_links", "sparse", "xattrs")
+_NOT_WITH_FROM_EACH = (
+    *(*_NOT_WITH_PULL, "delete", "exclude", "include", "bwlimit", "plain", "pull", "listed"),
+)
+
+
 @command(HostOptions)
 def copy(
     chosen: HostOptions,
+    context: typer.Context,
     places: Annotated[
         list[str],
         argument(
@@ -148,27 +164,16 @@ def copy(
     )
     if hard_links and shard:
         raise UsageError("--hard-links does not go with --shard: a host may lack the first name")
+    given = given_options(context)
+    for flag, others in (("from_each", _NOT_WITH_FROM_EACH), ("pull", _NOT_WITH_PULL)):
+        if flag in given and (wrong := [word for name, word in given.items() if name in others]):
+            raise UsageError(f"{wrong[0]} does not go with {given[flag]}; leave it out")
     if from_each:
-        given = {
-            "--delete": delete,
-            "--exclude": exclude,
-            "--include": include,
-            "--hard-links": hard_links,
-            "--sparse": sparse,
-            "--xattrs": xattrs,
-            "--checksum": checksum,
-            "--bwlimit": bwlimit,
-            "--plain": plain,
-            "--shard": shard,
-            "--from": source_host,
-            "--pull": pull,
-            "--list": listed,
-        }
-        _fetch(chosen, places, [name for name, value in given.items() if value])
+        _fetch(chosen, places)
         return
     start, pulled = None, None
     if pull is not None:
-        pulled, target = _read_pull(pull, places, listed, jobs, settings, source_host)
+        pulled, target = _read_pull(pull, places, listed, jobs, settings)
         source: str | Pulled = pulled
     else:
         start = _find_host(chosen.hosts, source_host) if source_host else None
@@ -203,16 +208,10 @@ def _patterns(exclude: Sequence[str], include: Sequence[str]) -> tuple[str, ...]
     return (*skipped, *(TAKES + pattern for pattern in include))
 
 
-def _fetch(chosen: HostOptions, places: Sequence[str], others: Sequence[str]) -> None:
-    """Fetch a file of each host.
-
-    Args:
-        others: options that were given, and have no meaning then.
-    """
+def _fetch(chosen: HostOptions, places: Sequence[str]) -> None:
+    """Fetch a file of each host."""
     from hvd_elastic.tools.copy.fetching import fetch_from_each
 
-    if others:
-        raise UsageError(f"{others[0]} does not go with --from-each; leave it out")
     if len(places) != 2:
         raise UsageError("with --from-each give SRC, a file of each host, and DST, a folder here")
     source, folder = places[0], Path(places[1]).expanduser()
@@ -259,7 +258,6 @@ def _read_pull(
     listed: str | None,
     jobs: int,
     settings: CopySettings,
-    source_host: str | None,
 ) -> tuple[Pulled, str]:
     """Return what to fetch, and the destination."""
     from hvd_elastic.tools.copy.copying import Pulled, check_destination
@@ -267,18 +265,6 @@ def _read_pull(
 
     if len(places) != 1:
         raise UsageError("with --pull give DST alone; the command says where the files come from")
-    keeps = settings.keeps
-    given = {
-        "--checksum": settings.checksum,
-        "--shard": settings.shard,
-        "--from": source_host,
-        "--hard-links": keeps.hard_links,
-        "--sparse": keeps.sparse,
-        "--xattrs": keeps.attributes,
-    }
-    for name, value in given.items():
-        if value not in (None, False):
-            raise UsageError(f"{name} does not go with --pull; leave it out")
     check_pull(command, listed is not None)
     files = None
     if listed is not None:

@@ -28,6 +28,7 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.cli.runs.run_options import check_ssh_config
 from hvd_elastic.cli.runs.scaling_options import parse_budget
+from hvd_elastic.engines.base import WaitReport
 from hvd_elastic.engines.cloud.engine import CloudHosts
 from hvd_elastic.engines.cloud.machines import Machines
 from hvd_elastic.engines.cloud.provider import Machine, Offer, Provider, provider_named
@@ -477,9 +478,10 @@ def _end_expired(options: ProviderOptions) -> int:
             past = [each.id for each in _there(provider, owner=owner()) if _is_past(each)]
             if past:
                 _tell(f"{where}: {count(len(past), 'machine')} past the deadline")
-            left = {*past}
+            left, waiting = {*past}, WaitReport(_tell)
             while left:
                 provider.stop(sorted(left))
+                waiting.say(f"{where}: waiting for {count(len(left), 'machine')} to end")
                 time.sleep(_POLL_S)
                 left &= {each.id for each in _there(provider, owner=owner())}
             ended += len(past)

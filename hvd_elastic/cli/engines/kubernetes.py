@@ -56,7 +56,7 @@ _JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 
 Namespace = Annotated[
     str | None,
-    option("namespace of the pods (default: that of kubectl's context)", "-N", "--namespace"),
+    option("namespace of the pods (default: of kubectl's context)", "-N", "--namespace"),
 ]
 
 Words = Annotated[
@@ -194,8 +194,8 @@ def submit(options: SubmitOptions, context: typer.Context) -> None:
     """Submit a run to Kubernetes: it begins with the fewest pods, and others join as they start.
 
     The run is led in the pod of a Job. Each host is a pod that the Job owns: deleting the Job
-    deletes all. A pod that is evicted, preempted or lost is replaced, and training goes on
-    meanwhile.
+    deletes all. A pod that is evicted, preempted or lost is replaced, and training
+    continues meanwhile.
 
     Examples:
       hvd-elastic k8s setup | kubectl apply -f -
@@ -215,7 +215,7 @@ def submit(options: SubmitOptions, context: typer.Context) -> None:
     if options.resume is not None:
         if more := {*given_options(context)} - {"resume", "pods", "namespace"}:
             raise UsageError(
-                "--resume goes on with a run as it was started, and only --pods can be new: leave "
+                "--resume continues a run as it was started, and only --pods can be new: leave "
                 f"{', '.join(sorted(more))} out"
             )
         _submit_again(options.resume, passed, kubectl)
@@ -330,7 +330,7 @@ def setup(namespace: Namespace = None) -> None:
 def lead_in_pod(options: LeadOptions) -> None:
     """Lead a run in this pod, which a Job owns, with pods as hosts; for the manifest of the Job.
 
-    A run that an earlier pod of the Job has led goes on, in the same processes if they live.
+    A run that an earlier pod of the Job has led continues, in the same processes if they live.
 
     Examples:
       hvd-elastic k8s lead --run-id r1 --pods 2-8 -- python train.py

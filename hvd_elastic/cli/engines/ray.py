@@ -129,7 +129,7 @@ def exec_(
 ) -> None:
     """Run a driver script on the head, with RAY_ADDRESS and the token set.
 
-    Ctrl-C ends it with all that it has started. Exit status: that of the command with --here;
+    Ctrl-C ends it with all that it has started. Exit status: the command's with --here;
     else 1 if it is not 0.
 
     For example:
@@ -179,7 +179,7 @@ def down(chosen: HostOptions) -> None:
     """End the nodes that ray up has started on these hosts, and no other process.
 
     They are found by a variable in their environment, so also where the head was killed; other Ray
-    clusters on the hosts go on. Hosts that are no longer in the hostfile are included.
+    clusters on the hosts stay. Hosts that are no longer in the hostfile are included.
 
     For example:
 

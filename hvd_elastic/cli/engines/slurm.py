@@ -42,7 +42,7 @@ from hvd_elastic.records.summary import summarize
 
 _tell = functools.partial(tell, "slurm")
 _AGAIN_S = 10.0
-"""Time before a job that goes on with a run is submitted again [s]."""
+"""Time before a job that continues a run is submitted again [s]."""
 
 
 @command(SubmitOptions, but=NOT_HERE, pass_on=True)
@@ -51,7 +51,7 @@ def submit(options: SubmitOptions, context: typer.Context) -> None:
 
     Each further node is an allocation of its own, which joins the running training, and is
     cancelled when [bold]--policy goodput[/bold] does not want it. Before the time limit of the
-    first allocation the run writes a checkpoint, and goes on in the next one by itself.
+    first allocation the run writes a checkpoint, and continues in the next one automatically.
 
     Examples:
       hvd-elastic slurm submit --nodes 2-8 --time 4:00:00 -- python train.py
@@ -70,7 +70,7 @@ def submit(options: SubmitOptions, context: typer.Context) -> None:
         options.check()
         submission = options.submission(check_run_id(options.run_id or new_run_id()))
         folder = RunFolder(runs_folder() / submission.run_id)
-    # A job that goes on later, or is submitted again, waits for nothing of that.
+    # A job that continues later, or is submitted again, waits for nothing of that.
     once = submission.once if options.resume is None or "sbatch" in given else []
     if options.dry_run:
         if once:
@@ -97,7 +97,7 @@ def submit(options: SubmitOptions, context: typer.Context) -> None:
         return
     print(folder.run_id)
     print(
-        f"job {job_id} {'begins' if options.resume is None else 'goes on with'} run "
+        f"job {job_id} {'begins' if options.resume is None else 'resumes'} run "
         f"{folder.run_id} on {submission.least} of at most {count(submission.most, 'node')}: "
         f"hvd-elastic status {folder.run_id}, squeue --me. "
         f"Output: {submission.log_of(job_id)}",
@@ -110,7 +110,7 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     folder, submission = _submitted(options.resume or "")
     if given - {*OF_ALLOCATIONS, "resume", "dry_run", "as_json"}:
         raise UsageError(
-            f"--resume {folder.run_id} goes on with the run as it was started; only what it has of "
+            f"--resume {folder.run_id} resumes the run as it was started; only what it has of "
             "Slurm can be given anew: --nodes, --slots-per-node, --time, --partition, --sbatch, "
             "--leave-before, --give-back-after"
         )
@@ -137,7 +137,7 @@ def lead_in_allocation(run_id: str) -> None:
     folder, submission = _submitted(run_id)
     past = summarize(folder.iter_events())
     if past.status == "succeeded":
-        print(f"run {run_id} has finished: there is nothing to go on with")
+        print(f"run {run_id} has finished: there is nothing to resume")
         return
     spec = RunSpec.from_dict(folder.read_run(), run_id)
     allocation = own_allocation(os.environ, submission.slots_per_node)
@@ -156,7 +156,7 @@ def lead_in_allocation(run_id: str) -> None:
                 f"--resume {run_id} --time TIME"
             )
         job_id = _sbatch_again(submission)
-        _tell(f"step {reached} is reached, and job {job_id} goes on with the run")
+        _tell(f"step {reached} is reached, and job {job_id} continues the run")
         return
     give_back(submission)
     raise typer.Exit(status)
@@ -174,7 +174,7 @@ def _submitted(run_id: str) -> tuple[RunFolder, Submission]:
     fields = folder.read_run().get("slurm")
     if fields is None:
         raise RunError(
-            f"run {run_id} was not submitted to Slurm. Go on with it inside an allocation: "
+            f"run {run_id} was not submitted to Slurm. Resume it inside an allocation: "
             f"hvd-elastic run --resume {run_id}"
         )
     try:
@@ -193,7 +193,7 @@ def _sbatch_again(submission: Submission) -> str:
     """Submit the next allocation of a run; slurmctld may be away for half of the time that is left.
 
     Raises:
-        RunError: that time is over; says how the run goes on.
+        RunError: that time is over; says how to resume the run.
     """
     deadline = time.monotonic() + submission.leave_before_s / 2
     while True:
@@ -222,7 +222,7 @@ def _time_limit() -> Iterator[_TimeLimit]:
             raise RunError("the time limit of this job came before the run could begin: give more")
         if not limit.is_near:
             limit.is_near = True
-            _tell("the time limit is near, so the run stops here and goes on in another job")
+            _tell("the time limit is near, so the run stops here and continues in another job")
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGUSR1, announce)

@@ -82,7 +82,7 @@ class SubmitOptions(RunOptions):
         ),
     ] = 120.0
     resume: Annotated[
-        str | None, option("submit a stopped run again, which goes on", metavar="RUN")
+        str | None, option("submit a stopped run again, which resumes", metavar="RUN")
     ] = None
     dry_run: Annotated[bool, option("print the batch scripts, and submit nothing", "--dry-run")] = (
         False
@@ -136,6 +136,7 @@ class SubmitOptions(RunOptions):
 
 NOT_HERE = (
     "hostfile",
+    "exclude",
     "inside",
     "cloud",
     "detach",
@@ -235,7 +236,7 @@ def _check_option(option: SbatchOption, asked: Submission, said: str) -> None:
         raise UsageError(f"{said}: this is set by {_OF_OURS[name]}; use that")
     if name == "--wait":
         raise UsageError(
-            f"{said} would wait for the end of one job, and a run goes on in others: look at it "
+            f"{said} would wait for the end of one job, and a run continues in others: look at it "
             "with hvd-elastic status"
         )
     if name in _OF_OTHERS:

@@ -94,7 +94,7 @@ class UpOptions:
     ] = None
     notify_held: Annotated[
         str | None,
-        option("tell too of jobs held for, such as 1d", "--notify-held", metavar="TIME"),
+        option("also report jobs held for, such as 1d", "--notify-held", metavar="TIME"),
     ] = None
     group: Annotated[
         str | None, option("group whose members may use the cluster; needs --place", "--group")
@@ -204,8 +204,8 @@ class UpOptions:
 def up(options: UpOptions) -> None:
     """Share a cluster between jobs: start the daemon that decides which job holds which slots.
 
-    It ends with Ctrl-C or [bold]hvd-elastic down[/bold]. Jobs go on while it is not there, and the
-    next daemon takes them up.
+    It ends with Ctrl-C or [bold]hvd-elastic down[/bold]. Jobs continue while it is not there, and
+    the next daemon takes them up.
 
     Examples:
       hvd-elastic up hosts --detach

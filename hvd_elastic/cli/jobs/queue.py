@@ -211,7 +211,7 @@ def why_rows(job: Job, awaits: bool, now: float, *, is_own: bool = True) -> list
     """Return what is known of a job: label and text of each row.
 
     Args:
-        awaits: whether a job that it is to start after goes on.
+        awaits: whether a job that it is to start after still runs.
         is_own: whether it is this user's, so that more can be looked at.
         now: present time [Unix s].
     """

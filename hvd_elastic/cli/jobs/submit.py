@@ -118,7 +118,9 @@ class SubmitOptions(RunOptions):
     ] = None
     notify_held: Annotated[
         str | None,
-        option("tell too when it is held for, such as 30m", "--notify-held", metavar="TIME"),
+        option(
+            "also report when it has been held for, such as 30m", "--notify-held", metavar="TIME"
+        ),
     ] = None
     private: Annotated[
         bool, option("hide its name and command from other users of the cluster", "--private")
@@ -241,6 +243,7 @@ class SubmitOptions(RunOptions):
 OF_THE_CLUSTER = (
     *(
         "hostfile",
+        "exclude",
         "inside",
         "cloud",
         "ssh_config",
@@ -259,7 +262,7 @@ OF_THE_CLUSTER = (
 def submit(options: SubmitOptions) -> None:
     """Put a job into the queue of a cluster. It runs as soon as there are slots for it.
 
-    Its environment is that of this shell, and its folder this folder. An elastic script starts with
+    It has this shell's environment and folder. An elastic script starts with
     few slots and gets more as its gain by them is measured; [bold]--fixed[/bold] and
     [bold]--plain[/bold] are for others.
 

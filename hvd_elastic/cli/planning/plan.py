@@ -22,6 +22,7 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, number_words
+from hvd_elastic.records.json_lines import without_nan
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.evidence import Evidence
@@ -102,7 +103,7 @@ def plan(
         notes.append("The sizes are those that the run's hostfile allows; --hosts N shows others.")
     path = _write(folder, found, notes, out)
     if as_json:
-        print_json(_as_json(folder, evidence, found, todo, path))
+        print_json(without_nan(_as_json(folder, evidence, found, todo, path)))
     else:
         _show(found, notes, path)
 
@@ -194,24 +195,15 @@ def _as_json(
     todo: float | None,
     path: Path,
 ) -> dict[str, Any]:
+    unknown = {"global_batch_size": None, "accumulation_steps": None}
+    entries = [{**dataclasses.asdict(each), **(unknown if each.unknown else {})} for each in found]
     return {
         "run_id": folder.run_id,
         "path": str(path),
-        "noise_scale": evidence.noise if math.isfinite(evidence.noise) else None,
+        "noise_scale": evidence.noise,
         "target_examples": todo,
         "timed": sorted(evidence.timings.worlds),
-        "forecasts": [_entry_as_json(entry) for entry in found],
-    }
-
-
-def _entry_as_json(entry: Forecast) -> dict[str, Any]:
-    """Return the fields of a forecast, with None for NaN, which JSON lacks."""
-    fields = dataclasses.asdict(entry)
-    if entry.unknown:
-        fields |= {"global_batch_size": None, "accumulation_steps": None}
-    return {
-        name: None if isinstance(value, float) and math.isnan(value) else value
-        for name, value in fields.items()
+        "forecasts": entries,
     }
 
 

@@ -1,4 +1,4 @@
-"""Show and write the result of ``hvd-elastic bench synthetic``, and how it goes on a terminal."""
+"""Show and write the result of ``hvd-elastic bench synthetic``, and its progress on a terminal."""
 
 from __future__ import annotations
 

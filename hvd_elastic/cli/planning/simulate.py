@@ -20,7 +20,7 @@ from hvd_elastic.cli.options import (
     parse_duration,
     whole_number_option,
 )
-from hvd_elastic.cli.output import print_json, print_table
+from hvd_elastic.cli.output import print_json, print_rows, print_table
 from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words
@@ -85,7 +85,7 @@ def simulate(
 ) -> None:
     """Try a policy on a trace in virtual time: what it decides, when, and why.
 
-    The controller is that of a real run. Its goodput is compared with the best fixed size and
+    The controller is a real run's. Its goodput is compared with the best fixed size and
     batch, found by exhaustive search. docs/autoscaling.md describes the format of a trace.
 
     Examples:
@@ -166,7 +166,6 @@ def simulate(
 
 
 def _show(summary: dict[str, Any]) -> None:
-
     for decision in summary["decisions"]:
         at = duration_words(decision["at_s"])
         print(f"{at:>12}  {decision['action']:<6} {decision['slots']:>4}  {decision['reason']}")
@@ -185,8 +184,7 @@ def _show(summary: dict[str, Any]) -> None:
         else f"reached after {duration_words(summary['reached_s'])}",
     }
     print()
-    for name, value in rows.items():
-        print(f"{name:<12} {value}")
+    print_rows(rows.items())
 
 
 _SPOT_DAYS = 20
@@ -357,8 +355,7 @@ def simulate_past(
     }
     if out is not None:
         rows["picture"] = str(out)
-    for label, value in rows.items():
-        print(f"{label:<12} {value}")
+    print_rows(rows.items())
     if guessed:
         print(
             f"Too little was measured of {count(guessed, 'job')}: taken to be as fast on any slots."

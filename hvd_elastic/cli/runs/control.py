@@ -95,7 +95,7 @@ def policy(
       hvd-elastic policy digits-3 resume
     """
     if do not in ("pause", "resume"):
-        raise UsageError(f"a policy can be told to pause or resume, not to {do!r}")
+        raise UsageError(f"a policy can pause or resume, not {do!r}")
     folder = open_run(run)
     _answer(as_json, folder.ask_leader("policy", {"do": do}), folder, do=do)
 

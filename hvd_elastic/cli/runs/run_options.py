@@ -25,8 +25,8 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.engines.base import CLOUD, INSIDE, engine_around, engine_named
 from hvd_elastic.errors import HostfileError, HvdElasticError, UsageError, raise_together
-from hvd_elastic.formatting import count
-from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
+from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, is_named, parse_hostfile
 from hvd_elastic.hosts.ssh_config import ssh_config_for
 from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.resuming import check_sizes, check_slots
@@ -65,6 +65,16 @@ class RunOptions:
             f"hosts and slots; without it {' or '.join(INSIDE.values())}, or the GPUs of this "
             "machine",
             "--hosts",
+        ),
+    ] = None
+    exclude: Annotated[
+        str | None,
+        option(
+            "hosts of the hostfile, as in gpu[03-04],@LABEL, that are not used",
+            "--exclude",
+            "--exclude-hosts",
+            "-x",
+            metavar="LIST",
         ),
     ] = None
     inside: EngineFlags = field(default_factory=EngineFlags)
@@ -220,10 +230,23 @@ class RunOptions:
         return None if self.engine is None else engine_named(self.engine).hosts(os.environ)
 
     def hosts(self) -> Hostfile | None:
-        """Return the hosts that the run begins with; None: this machine alone."""
-        if self.given is not None:
-            return self.given
-        return None if self.hostfile is None else parse_hostfile(self.hostfile)
+        """Return the hosts that the run begins with; None: this machine alone.
+
+        Raises:
+            HvdElasticError: the hostfile cannot be used, or ``--exclude`` names what it has not.
+        """
+        found, excluded = self.given, self.exclude
+        if found is None and self.hostfile is not None:
+            found = parse_hostfile(self.hostfile)
+        if excluded is None:
+            return found
+        if found is None:
+            raise UsageError("--exclude names hosts of a hostfile; give one with --hostfile")
+        try:
+            found.choose(excluded)
+        except HostfileError as error:
+            raise UsageError(f"--exclude: {error}") from error
+        return found.without(excluded)
 
     def check(self) -> None:
         """Check all options before any host is contacted.
@@ -338,8 +361,15 @@ class RunOptions:
         named = self._input_hosts()
         try:
             known = self.hosts()
-        except HostfileError:
+        except HvdElasticError:
             return  # check_slots reports the error
+        if self.exclude is not None:
+            both = [name for name in named if is_named(Host(name), self.exclude)]
+            if both:
+                raise UsageError(
+                    f"--input-hosts and --exclude both name {hosts_named(both)}; leave them out of "
+                    "one of the two"
+                )
         hosts = [] if known is None else [*known]
         source = "" if known is None else known.source
         reading = input_hosts(hosts, named, source)

@@ -69,8 +69,8 @@ def hosts_by_ssh(
     if spec.engine is not None:
         raise RunError(f"the hosts of run {folder.run_id} belong to {spec.engine}{instead}")
     config = None if spec.ssh_config is None else Path(spec.ssh_config)
-    known = {host.name: host for host in read_hosts(spec.hostfile_path, spec.slots)}
-    return known, SshOptions(config_path=config)
+    hosts = read_hosts(spec.hostfile_path, spec.slots, spec.exclude)
+    return {host.name: host for host in hosts}, SshOptions(config_path=config)
 
 
 def _parse_job(words: str) -> tuple[RunFolder, int]:

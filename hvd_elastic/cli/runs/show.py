@@ -248,7 +248,7 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
                 drained.discard(host)
     if hosts is None:
         raise RunError(
-            f"run {folder.run_id} has not told its hosts yet; see: hvd-elastic status "
+            f"run {folder.run_id} has not reported its hosts yet; see: hvd-elastic status "
             f"{folder.run_id}"
         )
     hosts = [host for host in hosts if host.name not in drained]

@@ -42,8 +42,8 @@ def cloud_cluster(
 ) -> Iterator[None]:
     """Write a hostfile with the fewest machines, then change it as the jobs need, to the end.
 
-    Machines that the cluster has asked for are ended with it; if jobs go on without their daemon,
-    they stay up to their deadline.
+    Machines that the cluster has asked for are ended with it; if jobs continue without their
+    daemon, they stay up to their deadline.
 
     Args:
         place: the cluster, whose daemon serves in the block.
@@ -71,7 +71,7 @@ def cloud_cluster(
             rows = rows_without_daemon(place) if place.daemon() else ()
             if any(row["jobs"] or row["occupied"] for row in rows):
                 hosts.stay()
-                tell(f"jobs go on, so their machines stay: hvd-elastic cloud down {cloud.name}")
+                tell(f"jobs continue, so their machines stay: hvd-elastic cloud down {cloud.name}")
             else:
                 hosts.end()
 

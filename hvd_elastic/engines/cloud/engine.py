@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hvd_elastic.control.endings import StopCause
-from hvd_elastic.engines.base import HostSource, repeating
+from hvd_elastic.engines.base import HostSource, WaitReport, repeating
 from hvd_elastic.engines.cloud.machines import Machines
 from hvd_elastic.engines.cloud.needs import RunNeeds
 from hvd_elastic.engines.cloud.provider import (
@@ -166,17 +166,17 @@ class CloudHosts:
             self._tell(f"machine {machine_id} cannot be used, and is ended: {why}")
 
     def ask(self, without: Sequence[str], named: str) -> None:
-        self.begin(1)
+        self.begin(1, self.machines.live())
 
-    def begin(self, number: int) -> None:
-        """Ask for machines.
+    def begin(self, number: int, live: Sequence[Machine]) -> None:
+        """Ask for machines beside those that live.
 
         Raises:
             RunError: none can be had.
         """
         if self.machines.left_s > leave_before_s():
             # Spot machines that are leaving count in the plan, which has their replacements.
-            left, live = self.needs.leaving, self.machines.live()
+            left = self.needs.leaving
             held = [each for each in live if each.offer.spot or each.address not in left]
             self.machines.start(number, held, self.needs.plan(held, self.start_s))
 
@@ -192,9 +192,10 @@ class CloudHosts:
         Raises:
             RunError: they cannot be had, or are not needed any more.
         """
-        if (missing := self.least - len(self.machines.live())) > 0:
+        live = self.machines.live()
+        if (missing := self.least - len(live)) > 0:
             with contextlib.suppress(CapacityError, ThrottledError):  # each pool was told
-                self.begin(missing)
+                self.begin(missing, live)
                 self._tell(f"{count(missing, 'machine')} asked for")
         self.wait(growth, stopped)
 
@@ -210,7 +211,7 @@ class CloudHosts:
         Raises:
             RunError: they cannot be had, or are not needed any more.
         """
-        began, said, wait_s = time.monotonic(), "", _WAIT_S
+        began, waiting, wait_s = time.monotonic(), WaitReport(self._tell), _WAIT_S
         least_left_s = 0.0 if growth is None else leave_before_s()  # a run drains them then
         while True:
             try:
@@ -230,9 +231,8 @@ class CloudHosts:
             reasons = {error, *(self._why.get(each, "") for each in self._since)} - {""}
             number = len(self._since) if growth is None else self.least
             text = f"{len(self._renewed)} of {count(number, 'machine')} can be used"
-            if (text := ": ".join(filter(None, (text, "; ".join(sorted(reasons)))))) != said:
-                said = text
-                self._tell(text)
+            text = ": ".join(filter(None, (text, "; ".join(sorted(reasons)))))
+            waiting.say(text)
             if stopped():
                 raise RunError("it was stopped before it began")
             waited_s = time.monotonic() - began

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
+from hvd_elastic.engines.base import WaitReport
 from hvd_elastic.engines.cloud.lease import LEASE_S, user_data
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
@@ -359,7 +360,7 @@ class Machines:
         """
         ended: set[str] = set()
         due_at: dict[str, float] = {}
-        fails, wait_s, said = 0, _POLL_S, ""
+        fails, wait_s, waiting = 0, _POLL_S, WaitReport(self._tell)
         while True:
             try:
                 left = {
@@ -381,14 +382,13 @@ class Machines:
                     ) from error
             else:
                 ended |= left
-                fails, text = 0, f"{count(len(left), 'machine')} to end"
+                fails, text = 0, f"waiting for {count(len(left), 'machine')} to end"
                 if not left:
                     text = "an order was not answered: looking for its machines"
                     unanswered = {each.token for each in self.folder.intents() if each.ids is None}
                     if not (unanswered if tokens is None else unanswered & {*tokens}):
                         return len(ended)
-            if text != said:
-                self._tell(said := text)
+            waiting.say(text)
             time.sleep(wait_s)
             wait_s = min((2.0 if fails else 1.2) * wait_s, _LONGEST_POLL_S)
 

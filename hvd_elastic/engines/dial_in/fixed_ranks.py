@@ -110,7 +110,7 @@ class FixedRanks:
             self._tell(
                 f"{cause}: all {count(self._size, 'rank')} start again from the beginning "
                 f"(restart {restarts + 1} of {MOST_RESTARTS}). Ranks that do not use hvd_elastic "
-                "cannot go on without one of them"
+                "cannot continue without one of them"
             )
         raise AssertionError("the last round returns or raises")
 

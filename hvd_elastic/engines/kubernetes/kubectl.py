@@ -40,7 +40,7 @@ _ADVICE = (
     (r"persistentvolumeclaims \S+ not found", "kubectl get pvc lists the claims that there are"),
     (
         r'jobs.batch "\S+" already exists',
-        "take another --run-id, go on with that run (--resume), or delete it (kubectl delete job)",
+        "take another --run-id, resume that run (--resume), or delete it (kubectl delete job)",
     ),
     (r'jobs.batch "\S+" not found', "kubectl get jobs lists those that there are"),
     (r"Unable to connect|connection refused|i/o timeout|no such host", "is the cluster up?"),

@@ -27,7 +27,7 @@ POD_VARIABLE = "HVD_ELASTIC_HOST_POD"
 """Variable of the leader's container with the manifest of a host pod, as JSON."""
 GPU = "nvidia.com/gpu"
 FOR_GOOD = (1, 2)
-"""Exit statuses of a leader that no other leader can mend; with another one, the next goes on."""
+"""Exit statuses of a leader that no other leader can fix; after others the next one continues."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 40
 _LONGEST_LABEL = 63

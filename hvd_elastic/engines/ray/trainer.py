@@ -49,7 +49,7 @@ class ElasticTrainer:
     Each worker has an actor, which Ray places by ``resources_per_worker``. As long as there are
     fewer than the largest number, actors wait in Ray's queue, so a node that joins the cluster
     joins the training. A worker, actor or node that fails is noticed by the heartbeats of this
-    package's agents, and the others go on.
+    package's agents, and the others continue.
 
     The function uses :mod:`hvd_elastic.torch`, :mod:`hvd_elastic.tensorflow` or
     :mod:`hvd_elastic.keras`, as a training script does.

@@ -122,7 +122,7 @@ def own_allocation(environment: Mapping[str, str], slots_per_node: int | None = 
         raise UsageError(
             "there is no Slurm allocation here (SLURM_JOB_ID is not set). Start the run inside "
             "one (salloc -N2, or a script for sbatch), or submit it: hvd-elastic slurm submit "
-            "--nodes 2 -- python train.py, and to go on: hvd-elastic slurm submit --resume RUN"
+            "--nodes 2 -- python train.py, and to resume: hvd-elastic slurm submit --resume RUN"
         )
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1":

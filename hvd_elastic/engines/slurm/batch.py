@@ -287,12 +287,12 @@ class Submission:
                 "--requeue",
                 # Slurm sends it to this script alone, which by then is the leader.
                 f"--signal=B:USR1@{math.ceil(self.leave_before_s)}",
-                # The run goes on without a node that fails.
+                # The run continues without a node that fails.
                 "--no-kill",
                 *([f"--nodelist={','.join(self.nodelist[: self.least])}"] if self.nodelist else []),
                 *([f"--exclude={','.join(self.exclude)}"] if self.exclude else []),
             ],
-            f"# Leads run {self.run_id}: begins it, or goes on with it.",
+            f"# Leads run {self.run_id}: begins or resumes it.",
             "trap '' USR1  # which may come before the leader can take it\n"
             f"export HVD_ELASTIC_HOME={shlex.quote(self.home)}\nexec {shlex.join(leads)}\n",
         )

@@ -37,7 +37,7 @@ class Takeover:
         asked: hosts whose agent is started: those of the last generation and those of the
             hostfile. A host that is no longer in the hostfile may hold workers that have to end.
         postponed: messages of agents that are handled once the takeover is complete.
-        lease_open: whether the check for another leader's lease is still going on.
+        lease_open: whether the check for another leader's lease has not ended.
         leased_by: lease of another leader, for which this one ends once the hosts have answered.
         unwritable: why checkpoints cannot be written; None: they can.
     """

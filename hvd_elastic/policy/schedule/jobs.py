@@ -32,7 +32,7 @@ class Job:
         deadline_s: when it has to be finished [s]; None: no deadline.
         preemptible: whether all its slots may be taken away.
         fixed: whether it keeps its number of slots as long as it runs.
-        movable: whether it can go on on other hosts while it runs.
+        movable: whether it can move to other hosts while it runs.
         rescales: number of changes of its slots so far; None: not known.
         noise: relative standard error of ``goodput``; a change has to gain more than by chance.
         timed: numbers of slots with which it was measured; None: ``goodput`` is exact.

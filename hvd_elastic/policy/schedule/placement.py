@@ -27,7 +27,7 @@ class Wish:
         worth: worth of one slot at full speed, relative to other jobs; only hosts of unequal
             speed need it.
         lost: part of its training that a move costs, over the time in which it has to pay off.
-        movable: whether it can go on on other hosts; if not, it keeps its own while they are there.
+        movable: whether it can move to other hosts; if not, it keeps its own while they are there.
         occupied: slots on each host in which its processes live: others have to wait for them.
         hosts: hosts that it may have; None: all.
     """

@@ -137,8 +137,8 @@ def lock_folder(folders: Folders, folder: str, copy: str) -> int:
             if time.monotonic() > deadline:
                 os.close(number)
                 raise StoreError(
-                    f"another copy to {shown(os.fsdecode(folders.root))} is going on there; wait "
-                    "for its end"
+                    f"another copy to {shown(os.fsdecode(folders.root))} is in progress there; "
+                    "wait for its end"
                 ) from None
             time.sleep(OWNER_PAUSE_S)
         os.close(number)

@@ -262,6 +262,37 @@ def test_hosts_that_cannot_be_pinned(
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
+        (["-x", "n3"], "--exclude: host 'n3' is not in hosts (n1, n2)"),
+        (["--exclude", "n[1"], "--exclude: host list 'n[1'"),
+        (["--exclude", "n1,@fast"], "--exclude n1,@fast leaves no host of hosts"),
+        (["--exclude", "n1", "--np", "3"], "--np 3 is above the 2 slots of hosts"),
+        (["--exclude", "n1", "--pin-hosts", "n1"], "--pin-hosts: host 'n1' is not in hosts (n2)"),
+        (["-x", "n1", "--input-hosts", "n1"], "--input-hosts and --exclude both name host n1;"),
+    ],
+)
+def test_hosts_that_cannot_be_excluded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    wanted: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2 labels=fast\n")
+    status, message = call("-H", "hosts", *options, "--", "true", capsys=capsys)
+    assert status in (1, 2)
+    assert message.startswith(f"error: {wanted}")
+
+
+def test_excluded_hosts_are_those_of_a_hostfile(capsys: pytest.CaptureFixture[str]) -> None:
+    status, message = call("--exclude", "n1", "--", "true", capsys=capsys)
+    assert status == 2
+    assert "--exclude names hosts of a hostfile; give one with --hostfile" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
         (["--input-hosts", "n[1-3]"], "host n1 has 2 slots in hosts, so it trains"),
         (["--input-hosts", "n[9"], "--input-hosts: "),
         (["--input-hosts", "@fast"], "host n2 has 2 slots in hosts, so it trains"),

@@ -461,7 +461,7 @@ def test_discover_before_anything_is_known(call: Call) -> None:
     RunFolder.create("a")
     done = call("discover", "a")
     assert done.status == 1
-    assert "has not told its hosts yet" in done.err
+    assert "has not reported its hosts yet" in done.err
 
 
 def test_report(call: Call, run: RunFolder, tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.records.json_lines import EventLog, iter_records
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.run_events import RunStarted
 from tests import other_user
 from tests.paths import LIMIT_S
@@ -237,7 +236,7 @@ def test_job_at_its_time_limit_ends_and_goes_on_when_it_is_queued_again(
     ended = daemon.job(number)
     assert (ended.attempts, ended.message) == (
         1,
-        "time limit of 1.0 s: hvd-elastic requeue 1 lets it go on from its checkpoint",
+        "time limit of 1.0 s: hvd-elastic requeue 1 resumes it from its checkpoint",
     )
     ask_daemon(place, Requeue([number], {}))
     daemon.until(lambda: daemon.job(number).attempts == 2)
@@ -270,12 +269,14 @@ def test_limits_and_shares_are_told_and_outlive_the_daemon(
     daemon.kill()
     daemon = Running(place, hosts(place))
     assert row()["used_share"] == pytest.approx(1.0)
-    write_whole(place.limits, "[each]\nmost_slot = 2\n")  # the daemon sees no part of it
+    place.limits.write_text("[each]\nmost_slot = 2\n")
+    daemon.until(lambda: "line 2" in ask_daemon(place, ShowLimits()).message)
     print_limits(cluster="test")
     told = capsys.readouterr()
     assert re.search(r"each other +2 ", told.out), "those that hold"
     assert re.search(r"warning: .*line 2, .*`most_slot`.*; the earlier ones stay\n", told.err)
     place.limits.unlink()
+    daemon.until(lambda: not ask_daemon(place, ShowLimits()).message)
     print_limits(cluster="test")
     assert not capsys.readouterr().err
     daemon.down(leave_jobs=True)

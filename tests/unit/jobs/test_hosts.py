@@ -61,7 +61,7 @@ def of_user(number: int, user: int | None, python: str = "/usr/bin/python3") -> 
     return Job(number, request, f"job-{number}", JobStatus.RUNNING)
 
 
-def hosts_after(*events: ev.RunEvent) -> RunHosts:
+def hosts_after(*events: ev.Event) -> RunHosts:
     hosts = RunHosts()
     for event in events:
         hosts.note_event(structs.replace(event, t=1.0))

@@ -179,21 +179,69 @@ def test_limits_of_a_file_and_a_broken_save(tmp_path: Path) -> None:
         'half_life = "2h"\n[each]\nmost_jobs = 4\nlongest_time = "90m"\n'
         "[user.root]\nmost_slots = 8\nweight = 2\n[group.root]\nweight = 0.5\n"
     )
-    assert file.changed()
+    assert not file.changed(0.0), "somebody may still be writing it"
+    assert file.limits == Limits()
+    assert "was saved a moment ago" in file.problem
+    assert file.changed(1.0)
     assert file.limits.half_life_s == 7200.0
     assert file.limits.of_user("root") == Limit(2.0, 8, 4, "90m")
     assert file.limits.group == {"root": Limit(weight=0.5)}
     path.write_text("[each]\nmost_jobs = none\n")
-    assert file.changed()
+    assert not file.changed(2.0)
+    assert file.changed(3.0)
     assert file.limits.each.most_jobs == 4
     assert "line 2" in warnings[0]
-    assert warnings == [file.mistake]
-    assert file.mistake.endswith("; the earlier ones stay")
+    assert warnings == [file.problem]
+    assert file.problem.endswith("; the earlier ones stay")
     path.unlink()
-    assert file.changed()
-    assert not file.mistake
-    assert not file.changed()
+    assert not file.changed(4.0)
+    assert file.changed(5.0)
+    assert not file.problem
+    assert not file.changed(6.0)
     assert file.limits == Limits()
+
+
+def test_limits_hold_while_their_file_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "limits.toml"
+    path.write_text("[each]\nmost_jobs = 1\n")
+    warnings: list[str] = []
+    file = LimitsFile(path, warnings.append)
+
+    def most() -> int | None:
+        return file.limits.each.most_jobs
+
+    path.write_text("")  # as `>` and many editors begin
+    assert not file.changed(10.0)
+    path.write_text("[each]\n")
+    assert not file.changed(10.9)
+    path.unlink()  # as editors that rename
+    assert not file.changed(11.8)
+    assert most() == 1
+    path.write_text("[each]\nmost_jobs = 2\n")
+    assert not file.changed(12.7)
+    assert file.changed(13.7)
+    assert most() == 2
+    path.write_text(
+        "[each]\nmost_jobs = 3\n# unchanged since a while, and written while it is read\n"
+    )
+    assert not file.changed(20.0)
+
+    def read_a_part(path: Path) -> Limits:
+        path.write_text("")
+        return Limits()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Limits, "read", read_a_part)
+        assert not file.changed(30.0)
+    assert most() == 2
+    path.write_text("[each]\nmost_jobs = 3\n")
+    assert not file.changed(31.0)
+    assert file.changed(32.0)
+    assert most() == 3
+    assert not file.problem
+    assert not warnings
 
 
 def test_limits_and_shares_are_printed_with_what_is_used_now(tmp_path: Path) -> None:

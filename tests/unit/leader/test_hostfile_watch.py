@@ -111,6 +111,25 @@ def test_hosts_that_read_do_not_train(tmp_path: Path) -> None:
     assert watch.input_hosts["cpu1"].cpus == 8
 
 
+def test_excluded_hosts_are_left_out_whenever_they_are_listed(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\nB\n")
+    spec = RunSpec(("true",), "/", hostfile=str(hostfile), exclude="b,c[1-9],@old")
+    told: list[str] = []
+    watch = HostfileWatch.of_run(spec, told.append)
+    watch.read()
+    assert [*watch.hosts] == ["a"]
+    hostfile.write_text("c1\na slots=2\nd labels=old,x\ne\ncpu1 slots=0 labels=input,old\n")
+    assert watch.changed()
+    assert [*watch.hosts] == ["a", "e"]
+    assert not watch.input_hosts
+    assert not told
+    hostfile.write_text("b\nc2\n")
+    assert not watch.changed()
+    assert [*watch.hosts] == ["a", "e"]
+    assert told[0].endswith(f"--exclude b,c[1-9],@old leaves no host of {hostfile}")
+
+
 def test_a_host_that_trains_cannot_become_one_that_reads(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\n")

@@ -210,7 +210,7 @@ def test_one_copy_at_a_time_and_hosts_that_share_a_place(tmp_path: Path) -> None
     first = target_of(tmp_path / "there", tree)
     with pytest.raises(SharedError):
         target_of(tmp_path / "there", tree)
-    with pytest.raises(StoreError, match=r"another copy to .* is going on there"):
+    with pytest.raises(StoreError, match=r"another copy to .* is in progress there"):
         target_of(tmp_path / "there", tree, "another")
     first.whole(0, hashlib.sha256(b"data").digest(), 0, b"data", b"")
     assert first.finish() == []

@@ -112,7 +112,7 @@ JOB = Job(3, REQUEST, "net-3", submitted_at=BEGIN, queued_at=BEGIN)
 RUNNING = replace(JOB, status=JobStatus.RUNNING, held={"a": 2}, attempts=1, started_at=BEGIN + 9)
 ELASTIC = replace(RUNNING, request=replace(REQUEST, min_np=2, max_np=None))
 PLAIN = replace(RUNNING, request=replace(REQUEST, kind=JobKind.PLAIN), held={"a": 1})
-LIMITED = "time limit of 8 h: hvd-elastic requeue 3 lets it go on from its checkpoint"
+LIMITED = "time limit of 8 h: hvd-elastic requeue 3 resumes it from its checkpoint"
 JOBS = {
     "waits for slots": replace(JOB, reason="waits: all 4 slots are worth more to 2 other jobs"),
     "came later than others": replace(

@@ -161,7 +161,7 @@ def test_a_submission_that_was_cut_short_is_made_once(play: Callable[..., Played
     played = play(trials=3)
     played.ends_after = Submit
     assert played.step() == ""
-    assert "the daemon ended before it answered. Trials that run go on meanwhile" in played.told
+    assert "the daemon ended before it answered. Trials that run continue meanwhile" in played.told
     played.step()
     assert len(played.told) == 2  # said once for each cause
     with played.study.lock():

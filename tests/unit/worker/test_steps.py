@@ -458,8 +458,8 @@ def test_a_step_that_no_pass_ends_is_told_once(monkeypatch: pytest.MonkeyPatch) 
     training.run(train, hvd.State(training.model, training.optimizer))
     (warning,) = training.warnings
     assert warning.startswith(
-        "step 2 goes on after 4 backward passes in `with optimizer.no_sync():`, which have read 8 "
-        "examples, and the data set has 8"
+        "step 2 continues after 4 backward passes in `with optimizer.no_sync():`, which have read "
+        "8 examples, and the data set has 8"
     )
 
 

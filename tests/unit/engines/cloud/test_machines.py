@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.engines.base import WaitReport
 from hvd_elastic.engines.cloud import machines as module
 from hvd_elastic.engines.cloud.machines import LEFT_OUT_S, Ladder, Machines
 from hvd_elastic.engines.cloud.provider import (
@@ -174,6 +175,7 @@ def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list
     assert cloud.live
     ended = machines_of(folder, cloud, said).end_all()
     assert ended == 1
+    assert "waiting for 1 machine to end" in said
     assert not cloud.live
     assert not folder.intents()
 
@@ -186,6 +188,18 @@ def test_a_machine_that_was_just_started_is_ended_although_no_list_shows_it_yet(
     assert len(started) == 2
     machines_of(folder, cloud, said).end_all()
     assert not cloud.live
+
+
+def test_a_wait_is_reported_when_it_changes_and_again_while_it_lasts(
+    said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = WaitReport(said.append)
+    for text in ("waiting for 2 machines", "waiting for 2 machines", "waiting for 1 machine"):
+        waiting.say(text)
+    assert said == ["waiting for 2 machines", "waiting for 1 machine"]
+    monkeypatch.setattr("hvd_elastic.engines.base._TELL_S", 0.0)
+    waiting.say("waiting for 1 machine")
+    assert said[2].startswith("waiting for 1 machine (after ")
 
 
 def test_an_order_that_started_nothing_is_forgotten_when_the_list_can_be_believed(

@@ -90,7 +90,7 @@ def test_without_a_deadline_there_is_nothing_on_demand(cloud, said, tmp_path, mo
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, None)
     train(hosts)
     with pytest.raises(CapacityError):
-        hosts.begin(4)
+        hosts.begin(4, hosts.machines.live())
     assert not cloud.machines
 
 
@@ -98,7 +98,7 @@ def test_a_deadline_that_is_far_away_forces_nothing(cloud, said, tmp_path, monke
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, 30000.0)
     train(hosts, None)
     with pytest.raises(CapacityError):
-        hosts.begin(4)
+        hosts.begin(4, hosts.machines.live())
     assert not cloud.machines
 
 
@@ -108,41 +108,41 @@ def test_a_deadline_that_is_near_forces_machines_on_demand(
 ):
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, 900.0)
     train(hosts, noise_scale)
-    hosts.begin(4)
+    hosts.begin(4, hosts.machines.live())
     assert markets(cloud) == {False: 4}
     assert any("4 on demand up to the end: " in each for each in said), said
 
 
 def test_unknown_work_is_measured_on_one_machine_on_demand(cloud, said, tmp_path, monkeypatch):
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, 30000.0)
-    hosts.begin(4)
+    hosts.begin(4, hosts.machines.live())
     assert markets(cloud) == {False: 1}
     with pytest.raises(CapacityError):
-        hosts.begin(3)
+        hosts.begin(3, hosts.machines.live())
     assert markets(cloud) == {False: 1}
 
 
 def test_near_the_deadline_nothing_new_is_on_spot_machines(cloud, said, tmp_path, monkeypatch):
     cloud.refusals.clear()
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, 900.0)
-    hosts.begin(2)
+    hosts.begin(2, hosts.machines.live())
     train(hosts)
-    hosts.begin(2)
+    hosts.begin(2, hosts.machines.live())
     assert markets(cloud) == {True: 2, False: 2}
 
 
 def test_a_machine_at_risk_counts_as_gone_near_the_deadline(cloud, said, tmp_path, monkeypatch):
     spot, cloud.refusals = cloud.refusals, {}
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, 900.0)
-    hosts.begin(4)
+    hosts.begin(4, hosts.machines.live())
     train(hosts)
     cloud.refusals = spot
     machine = next(iter(cloud.machines.values()))
     cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
     with pytest.raises(UnsupportedError, match="4 machines of at most 4 are there"):
-        hosts.begin(1)
+        hosts.begin(1, hosts.machines.live())
     hosts.needs.take_event(Warned("it may go", host_at_risk="10.0.0.1"))
-    hosts.begin(1)
+    hosts.begin(1, hosts.machines.live())
     assert markets(cloud) == {True: 4, False: 1}
 
 
@@ -174,7 +174,7 @@ def test_the_hostfile_is_empty_while_there_is_no_machine(cloud, said, tmp_path, 
     cloud.refusals.clear()
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, None)
     monkeypatch.setattr(hosts._reach, "renew", lambda machines, _: {m.id: "" for m in machines})
-    hosts.begin(1)
+    hosts.begin(1, hosts.machines.live())
     (machine,) = cloud.machines.values()
     cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
     (grant,) = hosts.list()
@@ -187,11 +187,11 @@ def test_the_hostfile_is_empty_while_there_is_no_machine(cloud, said, tmp_path, 
 def test_a_drained_machine_is_replaced_before_it_ends(cloud, said, tmp_path, monkeypatch):
     cloud.refusals.clear()
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, None)
-    hosts.begin(4)
+    hosts.begin(4, hosts.machines.live())
     machine = next(iter(cloud.machines.values()))
     cloud.machines[machine.id] = replace(machine, address="10.0.0.1")
     hosts.needs.take_event(HostDraining("10.0.0.1", "preempted", 120.0, asked=False))
-    hosts.begin(1)
+    hosts.begin(1, hosts.machines.live())
     assert markets(cloud) == {True: 5}
 
 
@@ -215,7 +215,7 @@ def test_a_run_asks_for_the_machines_that_the_simulation_has(
     hosts = hosts_of(cloud, said, tmp_path, monkeypatch, deadline_h * 3600)
     monkeypatch.setattr(hosts.needs, "_work_s", lambda *_: 3600.0)
     with contextlib.suppress(CapacityError):
-        hosts.begin(machines)
+        hosts.begin(machines, hosts.machines.live())
     names = {offer: offer.zone if offer.spot else str(ON_DEMAND) for offer in cloud.pools}
     ours = Counter(names[each.offer] for each in cloud.machines.values())
     assert ours == Counter(map(str, simulated.held()))

@@ -68,7 +68,7 @@ def test_nodes_that_make_no_sense_are_refused(text: str, said: str) -> None:
         ({"sbatch": ("--nodes=4",)}, "set by --nodes"),
         ({"sbatch": ("-N4",)}, "set by --nodes"),
         ({"sbatch": ("-t 10",)}, "set by --time"),
-        ({"sbatch": ("--wait",)}, "goes on in others"),
+        ({"sbatch": ("--wait",)}, "continues in others"),
         ({"sbatch": ("-V",)}, "submits nothing"),
         ({"sbatch": ("-G4",)}, "Say how many each node has"),
         ({"sbatch": ("-x", "./bad")}, "no option of sbatch"),
