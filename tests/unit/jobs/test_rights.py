@@ -51,7 +51,7 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
     assert isinstance(asked, Submit)
     (job,) = asked.jobs
     assert (job.user, job.words, asked.environment) == (BOB, ["python"], {})
-    assert job.spec.keys() == {"command", "input_hosts", "leader_grace_s"}
+    assert job.spec.keys() == {"command", "input_hosts", "leader_grace_s", "python"}
     shown = of_user(Submit([replace(ASKED, spec={"command": ["a\n2 x\x1b"]})], {}), BOB, (), {})
     assert isinstance(shown, Submit)
     assert shown.jobs[0].words == ["a 2 x?"], "it looks like no other line of the queue"
