@@ -105,8 +105,12 @@ class Bed:
                     yield process
                     return
             self.finish(process)
-            for host in self.hosts:
-                assert self.cluster.run_on(host, ["rm", "-rf", to]).returncode == 0
+            self.remove(to)
+
+    def remove(self, path: str) -> None:
+        """Remove a folder on all hosts."""
+        for host in self.hosts:
+            assert self.cluster.run_on(host, ["rm", "-rf", path]).returncode == 0
 
     def parts(self, number: int) -> list[Path]:
         return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]

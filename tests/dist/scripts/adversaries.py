@@ -17,9 +17,11 @@ from torch.nn.functional import softplus
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.worker import context
 
 FOLDER = Path(sys.argv[1])
 KILLS = json.loads(os.environ.get("KILLS", "[]"))
+WAIT_S = 200.0
 
 hvd.init()
 torch.set_default_dtype(torch.float64)
@@ -81,7 +83,9 @@ def train(state):
             optimizer_g.step()
             may_die("after generator")
             if hvd.size() == 1 and kills_so_far() < len(KILLS):
-                time.sleep(0.5)  # for the worker that joins
+                end = time.monotonic() + WAIT_S
+                while not context.current().worker.wants_change and time.monotonic() < end:
+                    time.sleep(0.05)  # for the worker that joins
 
 
 state = hvd.State(**models, **optimizers, bodies=0, critic=0)
