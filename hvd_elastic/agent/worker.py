@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -20,6 +22,7 @@ import platformdirs
 from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.own_files import make_private, who_else_writes
+from hvd_elastic.programs.clear_left import alone_in
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
@@ -166,17 +169,30 @@ def without_early_messages(data: bytes, level: str) -> bytes:
     return re.sub((_MESSAGE % unwanted).encode(), b"", data, flags=re.MULTILINE)
 
 
-def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:
+def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> tuple[Path, int]:
     """Create the folder inside ``TMPDIR`` of ``environment`` if that is writable, or else of ours.
 
-    Folders that killed agents of the same run and host left are removed.
+    Folders that killed agents of the same run and host left are removed; not those of agents that
+    live: their run may have the same name and another home, or another leader machine.
+
+    Returns:
+        The folder, and an open file that keeps it locked until it is closed or this process ends.
     """
     base = _base(environment)
     # A hash is short, since a socket's path may have at most 107 characters and names can be long.
     prefix = f"hvd-{hashlib.sha256(f'{run_id}/{host}'.encode()).hexdigest()[:12]}-"
     for old in base.glob(f"{prefix}*"):
-        shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        with alone_in(old) as unused:
+            if unused:
+                shutil.rmtree(old, ignore_errors=True)
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if made.exists():  # else another agent has removed it before it was locked
+                return made, lock
+            os.close(lock)
 
 
 def compiler_cache(scratch: Path) -> tuple[Path, str]:

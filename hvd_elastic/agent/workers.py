@@ -96,7 +96,7 @@ class Workers:
         self._tell = tell
         self._by_name: dict[str, Worker] = {}
         self._socket_name = f"hvd_elastic/{hello.run_id}/{secrets.token_hex(8)}"
-        self._scratch = make_scratch(hello.run_id, hello.host, hello.env)
+        self._scratch, self._scratch_lock = make_scratch(hello.run_id, hello.host, hello.env)
         self._template = Template()
         self._server: asyncio.Server | None = None
 
@@ -115,6 +115,7 @@ class Workers:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         shutil.rmtree(self._scratch, ignore_errors=True)
+        os.close(self._scratch_lock)
         if made := self.__dict__.get("_compiler_cache"):
             with contextlib.suppress(OSError):  # there is compiled code in it
                 Path(made).rmdir()

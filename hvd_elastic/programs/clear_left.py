@@ -4,9 +4,9 @@ Input (JSON on stdin): {"run": run id or null for any, "host": the host's name i
 "dry_run": bool}.
 Output: {"removed": [{"path", "kind", "bytes", "problem"}], "gpus": [text]}.
 
-Only files that are certainly unused are removed: temporary folders of our agents that have ended,
-and shared memory and lock files that no process of any container has open (the kernel grants a
-write lease only on such files).
+Only files that are certainly unused are removed: temporary folders of our agents that have ended
+(one that lives has locked its folder), and shared memory and lock files that no process of any
+container has open (the kernel grants a write lease only on such files).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import socket
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
@@ -95,6 +96,24 @@ def is_in_use(folder: Path) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[bool]:
+    """Lock an agent's temporary folder; yield whether no agent of any container has it locked."""
+    try:
+        descriptor = os.open(str(folder), os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # removed meanwhile, or of another user
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(descriptor)
+
+
 def is_local(path: Path) -> bool:
     """Return whether a path is on a file system of this machine that no other machine can use."""
     best, kind = "", ""
@@ -140,7 +159,13 @@ def scratch_folders(run: str | None, host: str) -> list[Path]:
     if alive if run is None else run in alive:
         return []
     folders = Path(tempfile.gettempdir()).glob(f"{prefix}*")
-    return [each for each in folders if SCRATCH.fullmatch(each.name) and own(each)]
+    found = []
+    for each in folders:
+        if SCRATCH.fullmatch(each.name) and own(each) and not is_in_use(each):
+            with alone_in(each) as unused:
+                if unused:
+                    found.append(each)
+    return found
 
 
 def shared_memory() -> list[Path]:
@@ -158,7 +183,7 @@ def shared_memory() -> list[Path]:
 def find(run: str | None, host: str) -> list[tuple[Path, str]]:
     """Return the unused files and folders with their kind."""
     cache, temporary = Path("~/.cache").expanduser(), Path(tempfile.gettempdir())
-    folders = [path for path in scratch_folders(run, host) if not is_in_use(path)]
+    folders = scratch_folders(run, host)
     locks = [path for pattern in BUILD_LOCKS for path in cache.glob(pattern) if own(path)]
     sockets = [path for path in temporary.glob(MANAGER_SOCKET) if own(path) and own(path.parent)]
     return [

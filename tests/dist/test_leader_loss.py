@@ -160,15 +160,18 @@ def test_another_machine_does_not_lead_a_run_that_is_led(
     leads = {f"{c}\n{a}\n": f"host {a} is led", f"{c}\n": f"checkpoints in {place} are kept"}
     for hosts, how in leads.items():
         other.write_text(hosts)
-        done = subprocess.run(
-            ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
-            env=job.environment(),
-            cwd=job.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        for _ in range(5):
+            done = subprocess.run(
+                ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
+                env=job.environment(),
+                cwd=job.folder,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+            )
+            if "could not be asked" not in done.stderr:  # as on a busy machine
+                break
         assert done.returncode == 1, done.stdout + done.stderr
         said = " ".join((done.stdout + done.stderr).split())
         assert f"{how} by process {job.process.pid} on " in said

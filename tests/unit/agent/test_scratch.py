@@ -17,22 +17,24 @@ from tests.other_user import open_folder as open_folder
 
 def test_what_a_killed_agent_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     environment = {"TMPDIR": str(tmp_path)}
-    left = make_scratch("run", "a", environment)
+    left, lock = make_scratch("run", "a", environment)
+    os.close(lock)
     (left / "pymp-1").mkdir()
-    others = [make_scratch("run", "b", environment), make_scratch("other", "a", environment)]
-    new = make_scratch("run", "a", environment)
-    assert new.parent == tmp_path
-    assert sorted(tmp_path.iterdir()) == sorted([*others, new])
+    kept = [make_scratch(run, host, environment)[0] for run, host in (("run", "b"), ("other", "a"))]
+    # A run of the same name may have another home.
+    kept += [make_scratch("run", "a", environment)[0] for _ in range(2)]
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert left not in kept
 
 
 def test_a_folder_that_is_not_on_this_host_is_not_used(tmp_path: Path) -> None:
-    made = make_scratch("run", "a", {"TMPDIR": str(tmp_path / "missing")})
+    made, _ = make_scratch("run", "a", {"TMPDIR": str(tmp_path / "missing")})
     made.rmdir()
     assert not (tmp_path / "missing").exists()
 
 
 def test_names_are_short_however_long_the_run_id_is(tmp_path: Path) -> None:
-    made = make_scratch("r" * 200, "h" * 200, {"TMPDIR": str(tmp_path)})
+    made, _ = make_scratch("r" * 200, "h" * 200, {"TMPDIR": str(tmp_path)})
     assert len(made.name) < 30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.agent.worker import make_scratch
+from hvd_elastic.programs import clear_left
 from hvd_elastic.programs.clear_left import find, remove, size_of
 
 
@@ -56,6 +59,17 @@ def test_a_socket_is_left_behind_when_nobody_listens(home: Path) -> None:
         assert remove(home / "torch-shm-dir-dead") == ""
         assert left(home) == set()
     assert (home / "torch-shm-dir-used" / "manager.sock").exists()
+
+
+def test_the_folder_of_an_agent_in_another_container_is_not_left_behind(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes are not seen from here, and the temporary folder may be common to both."""
+    monkeypatch.setattr(clear_left, "is_in_use", lambda _: False)
+    folder, lock = make_scratch("no-such-run", "node1", {"TMPDIR": str(home)})
+    assert left(home) == set()
+    os.close(lock)
+    assert left(home) == {(folder, "temporary folder")}
 
 
 def test_what_several_calls_remove_at_the_same_time_is_no_problem(tmp_path: Path) -> None:
