@@ -25,10 +25,6 @@ def shares_told(job: RunningJob, since: int = 0) -> list[list[int]]:
     return [event["shares"] for event in job.kinds("shares", since)]
 
 
-def reasons_for(job: RunningJob, shares: list[int], since: int) -> list[str]:
-    return [e["reason"] for e in job.kinds("shares", since) if e["shares"] == shares]
-
-
 def throughput(job: RunningJob, shares: list[int]) -> list[float]:
     made = [event for event in job.kinds("metrics") if event.get("shares") == shares]
     return [event["throughput"] for event in made if "throughput" in event]
@@ -58,11 +54,10 @@ def test_shares_follow_a_host_that_is_slow_and_recovers(stage: Stage, start_job:
     assert shares_told(job) == [], "alike until one is slow"
     at = job.mark()
     (job.folder / f"slow-{slow}").touch()
-    shares = slow_one_gets_less(job, 2, 1, at)
-    # A rank that something else on this machine held up may have had a smaller one before.
-    assert any(
-        "rank 1 takes" in reason and "steps of" in reason for reason in reasons_for(job, shares, at)
-    )
+    slow_one_gets_less(job, 2, 1, at)
+    # A busy machine may give either rank too few examples first, which is corrected.
+    reasons = [event["reason"] for event in job.kinds("shares", at)]
+    assert any("rank 1 takes" in reason and "steps of" in reason for reason in reasons)
     assert f"of {BATCH} examples: rank 1 takes" in job.command("status", job.run_id)
     # Three to one: 24 examples take as long as 18 of the fast host, instead of 12 of the slow one.
     before = median(e["throughput"] for e in job.kinds("metrics", at)[:4])
