@@ -6,7 +6,6 @@ import asyncio
 import codecs
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ import platformdirs
 from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.own_files import make_private, who_else_writes
-from hvd_elastic.programs.clear_left import alone_in
+from hvd_elastic.programs.clear_left import alone_in, scratch_prefix
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
@@ -179,8 +178,7 @@ def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> tupl
         The folder, and an open file that keeps it locked until it is closed or this process ends.
     """
     base = _base(environment)
-    # A hash is short, since a socket's path may have at most 107 characters and names can be long.
-    prefix = f"hvd-{hashlib.sha256(f'{run_id}/{host}'.encode()).hexdigest()[:12]}-"
+    prefix = scratch_prefix(run_id, host)
     for old in base.glob(f"{prefix}*"):
         with alone_in(old) as unused:
             if unused:

@@ -215,7 +215,8 @@ class BarredHosts:
 
     def of(self, job: Job) -> frozenset[str]:
         """Return the hosts of which a job gets no slots."""
-        theirs = (host for way, host in self._of_way if way == _way(job))
+        mine = _way(job)
+        theirs = (host for way, host in self._of_way if way == mine)
         return frozenset({*theirs, *self._of_job.get(job.number, ())})
 
 

@@ -59,8 +59,10 @@ class JobSecrets:
         name = request.secret or secrets.token_hex(8)
         self.write(name, request.spec, environment)
         told = {"command": shown_words(request)}
-        fields = [key for key in ToldSpec.__struct_fields__ if key in request.spec]
-        told |= {key: request.spec[key] for key in fields if not request.private or key != "python"}
+        fields = ToldSpec.__struct_fields__
+        told |= {key: request.spec[key] for key in fields if key in request.spec}
+        if request.private:
+            told.pop("python", None)
         return replace(request, spec=told, secret=name)
 
     def write(self, name: str, spec: Mapping[str, Any], environment: Mapping[str, str]) -> None:

@@ -149,12 +149,16 @@ def size_of(path: Path) -> int:
     return total
 
 
+def scratch_prefix(run: str, host: str) -> str:
+    """Return how the names of the temporary folders begin that agents of a run make on a host."""
+    # A hash is short, since a socket's path may have at most 107 characters and names can be long.
+    return f"hvd-{hashlib.sha256(f'{run}/{host}'.encode()).hexdigest()[:12]}-"
+
+
 def scratch_folders(run: str | None, host: str) -> list[Path]:
     """Return the temporary folders of our agents that have ended."""
     alive = live_runs()
-    prefix = "hvd-"
-    if run is not None:
-        prefix = f"hvd-{hashlib.sha256(f'{run}/{host}'.encode()).hexdigest()[:12]}-"
+    prefix = "hvd-" if run is None else scratch_prefix(run, host)
     # A folder's name has only a hash of its run, so any living agent could be its owner.
     if alive if run is None else run in alive:
         return []
@@ -205,7 +209,8 @@ def remove(path: Path) -> str:
         except FileNotFoundError:
             continue
         except OSError as error:
-            return error.strerror or str(error)
+            why = error.strerror or str(error)
+            return why if error.filename in (None, str(path)) else f"{error.filename}: {why}"
     return ""
 
 
