@@ -192,7 +192,7 @@ class DialInHosts:
         least: int,
         limit_s: float = _START_S,
     ) -> None:
-        """Wait until there are hosts with enough slots.
+        """Wait until there are hosts with enough slots, which are in the hostfile then.
 
         Args:
             check: called now and then; raises an error if no more hosts are to come.
@@ -209,7 +209,7 @@ class DialInHosts:
                 if now != seen:
                     came_at, seen = time.monotonic(), now
                 if now >= least and time.monotonic() >= came_at + calm_s:
-                    return
+                    break
                 check()
                 waited_s = time.monotonic() - began
                 there = f"{now} of {count(slots, 'process')} have a host"
@@ -219,6 +219,7 @@ class DialInHosts:
                     is_told = True
                     self._warn(f"{there} after {_PATIENCE_S:g} s; waiting for more")
                 self._changed.wait(_LOOK_S)
+            self._write()  # a host that has just dialled in is counted before its thread does it
 
     def release_host(self, name: str, *, is_last: bool = False) -> None:
         """Tell a host that was drained to end.
