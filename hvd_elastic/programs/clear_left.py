@@ -41,6 +41,8 @@ BUILD_LOCKS = ("torch_extensions/*/*/lock", "torch_extensions/*/lock")
 MANAGER_SOCKET = "torch-shm-dir-*/manager.sock"
 # File systems on which a lock cannot be held by another machine.
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay")
+# The kind of what agents lock.
+FOLDER = "temporary folder"
 HOLDERS = "--query-compute-apps=gpu_bus_id,pid,used_memory"
 
 
@@ -156,20 +158,18 @@ def scratch_prefix(run: str, host: str) -> str:
 
 
 def scratch_folders(run: str | None, host: str) -> list[Path]:
-    """Return the temporary folders of our agents that have ended."""
+    """Return the temporary folders of our agents that no process seen from here uses."""
     alive = live_runs()
     prefix = "hvd-" if run is None else scratch_prefix(run, host)
     # A folder's name has only a hash of its run, so any living agent could be its owner.
     if alive if run is None else run in alive:
         return []
     folders = Path(tempfile.gettempdir()).glob(f"{prefix}*")
-    found = []
-    for each in folders:
-        if SCRATCH.fullmatch(each.name) and own(each) and not is_in_use(each):
-            with alone_in(each) as unused:
-                if unused:
-                    found.append(each)
-    return found
+    return [
+        each
+        for each in folders
+        if SCRATCH.fullmatch(each.name) and own(each) and not is_in_use(each)
+    ]
 
 
 def shared_memory() -> list[Path]:
@@ -185,13 +185,13 @@ def shared_memory() -> list[Path]:
 
 
 def find(run: str | None, host: str) -> list[tuple[Path, str]]:
-    """Return the unused files and folders with their kind."""
+    """Return the unused files and folders with their kind; a folder may be locked."""
     cache, temporary = Path("~/.cache").expanduser(), Path(tempfile.gettempdir())
     folders = scratch_folders(run, host)
     locks = [path for pattern in BUILD_LOCKS for path in cache.glob(pattern) if own(path)]
     sockets = [path for path in temporary.glob(MANAGER_SOCKET) if own(path) and own(path.parent)]
     return [
-        *((path, "temporary folder") for path in folders),
+        *((path, FOLDER) for path in folders),
         *((path, "shared memory") for path in shared_memory()),
         *((path, "lock") for path in locks if is_local(path) and not is_open(path)),
         *((path.parent, "socket") for path in sockets if not listens(path)),
@@ -212,6 +212,19 @@ def remove(path: Path) -> str:
             why = error.strerror or str(error)
             return why if error.filename in (None, str(path)) else f"{error.filename}: {why}"
     return ""
+
+
+def clear(run: str | None, host: str, *, dry_run: bool) -> list[dict[str, object]]:
+    """Remove what :func:`find` returns, unless it is a dry run; return what that is."""
+    removed = []
+    for path, kind in find(run, host):
+        # Locked until it is gone: an agent that has just made its folder makes another one then.
+        with alone_in(path) if kind == FOLDER else contextlib.nullcontext(True) as is_unused:
+            if is_unused:
+                size = size_of(path)
+                problem = "" if dry_run else remove(path)
+                removed.append({"path": str(path), "kind": kind, "bytes": size, "problem": problem})
+    return removed
 
 
 def held_gpus() -> list[str]:
@@ -238,10 +251,5 @@ def who(pid: int) -> str:
 def main() -> None:
     """Read the request, remove what it asks for, and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
-    removed = []
-    for path, kind in find(request["run"], request["host"]):
-        entry = {"path": str(path), "kind": kind, "bytes": size_of(path), "problem": ""}
-        if not request["dry_run"]:
-            entry["problem"] = remove(path)
-        removed.append(entry)
+    removed = clear(request["run"], request["host"], dry_run=request["dry_run"])
     sys.stdout.write(json.dumps({"removed": removed, "gpus": held_gpus()}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from hvd_elastic.agent.worker import make_scratch
 from hvd_elastic.programs import clear_left
-from hvd_elastic.programs.clear_left import find, remove, size_of
+from hvd_elastic.programs.clear_left import clear, find, remove, size_of
 
 
 @pytest.fixture
@@ -67,9 +68,38 @@ def test_the_folder_of_an_agent_in_another_container_is_not_left_behind(
     """Its processes are not seen from here, and the temporary folder may be common to both."""
     monkeypatch.setattr(clear_left, "is_in_use", lambda _: False)
     folder, lock = make_scratch("no-such-run", "node1", {"TMPDIR": str(home)})
-    assert left(home) == set()
+    assert clear("no-such-run", "node1", dry_run=False) == []
     os.close(lock)
-    assert left(home) == {(folder, "temporary folder")}
+    (told,) = clear("no-such-run", "node1", dry_run=True)
+    assert told == {"path": str(folder), "kind": "temporary folder", "bytes": 0, "problem": ""}
+    assert folder.exists()
+    assert clear("no-such-run", "node1", dry_run=False) == [told]
+    assert not folder.exists()
+
+
+def test_no_agent_loses_its_folder_to_a_call_at_the_same_time(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clear_left, "is_in_use", lambda _: False)
+    over = threading.Event()
+
+    def keep_clearing() -> int:
+        removed = 0
+        while not over.is_set():
+            removed += len(clear("no-such-run", "node1", dry_run=False))
+        return removed
+
+    with ThreadPoolExecutor(1) as pool:
+        clearing = pool.submit(keep_clearing)
+        try:
+            for _ in range(300):
+                folder, lock = make_scratch("no-such-run", "node1", {"TMPDIR": str(home)})
+                (folder / "file").touch()
+                assert folder.exists()
+                os.close(lock)
+        finally:
+            over.set()
+    assert clearing.result() > 0
 
 
 def test_what_several_calls_remove_at_the_same_time_is_no_problem(tmp_path: Path) -> None:
