@@ -1,9 +1,10 @@
-"""Files that are replaced in one step: a reader finds the old content or the new, never a part."""
+"""Files whose readers find the old content or the new, never a part, whoever writes them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import secrets
@@ -16,16 +17,68 @@ TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 """Names of :func:`temporary_in`, by which files of writers that were killed are found."""
 
 
-def file_stamp(path: Path) -> tuple[int, int, int]:
-    """Return the time, size and inode of a file, which differ once it has been saved again.
+_SETTLED_S = 1.0
+"""How long a file that is not renamed into its place must be unchanged before it counts [s]."""
 
-    Raises:
-        OSError: it cannot be read, or cannot be read again because it is not a regular file.
+
+class SavedFile:
+    """Says when a file that its users save is to be read again.
+
+    A file that is renamed into its place is whole. With ``>`` and many editors it is empty, or
+    gone, or has a part of its lines for a while, so otherwise it counts once it stays as it is.
+
+    Args:
+        path: the file, which counts as read now.
+
+    Attributes:
+        error: why it could not be looked at last; None: it could be, and is a regular file.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # reading a pipe would block until somebody writes to it
-        raise OSError(errno.EINVAL, "not a regular file")
-    return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.error: OSError | None = None
+        self._accepted = self._seen = self._look()
+        self._seen_at = -math.inf
+
+    @property
+    def settles(self) -> bool:
+        """Return whether it was saved, and may not be whole yet."""
+        return self._seen != self._accepted
+
+    def saved(self, now: float) -> bool:
+        """Return whether it was saved since it was accepted, with the same text or another.
+
+        Args:
+            now: present time [monotonic s].
+        """
+        seen, accepted = self._look(), self._accepted
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, now
+        if seen is not None and accepted is not None:
+            (_, size, inode), (*_, before) = seen, accepted
+            if inode != before and size:  # some editors rename the old file, and make an empty one
+                return True
+        return self.settles and now >= self._seen_at + _SETTLED_S
+
+    def accept(self) -> bool:
+        """Note that it is read as it was at the last look; return whether it still is like that."""
+        if self._look() != self._seen:
+            return False
+        self._accepted = self._seen
+        return True
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """Return its time of change, size and inode, which differ once it has been saved again."""
+        self.error = None
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            self.error = error
+            return None
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe blocks until somebody writes to it
+            self.error = OSError(errno.EINVAL, "not a regular file")
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class ClusterHosts:
     def changed(self) -> bool:
         """Read the hostfile if it was saved; return whether that succeeded."""
         before = self.listed
-        if not self._watch.changed():
+        if not self._watch.changed(time.monotonic()):
             return False
         self.remember(before.values())
         return True

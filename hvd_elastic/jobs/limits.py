@@ -19,16 +19,13 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import parse_duration
 from hvd_elastic.jobs.job import Job
 from hvd_elastic.jobs.rights import user_id, user_name
-from hvd_elastic.replaced_files import file_stamp
+from hvd_elastic.replaced_files import SavedFile
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _HALF_LIFE = "7d"
 ALL = "all users together"
 _MEMBERS_S = 60
 """How long it is taken for granted who is in a group [s]."""
-_SETTLED_S = 1.0
-"""How long a saved file must be unchanged before it counts [s]: an editor or ``>`` empties it, or
-renames it, before it writes, and for that moment the cluster would have no limits."""
 
 
 class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -279,15 +276,14 @@ class LimitsFile:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         self._warn = warn
-        self._stamp = self._seen = self._present_stamp()
-        self._seen_at = -math.inf
+        self._file = SavedFile(path)
         self.limits = Limits.read(path)
         self._mistake = ""
 
     @property
     def problem(self) -> str:
         """Why what was saved last is not used; empty: it is."""
-        if self._seen != self._stamp:
+        if self._file.settles:
             return f"{self._path} was saved a moment ago, and is read within seconds"
         return self._mistake
 
@@ -297,25 +293,16 @@ class LimitsFile:
         Args:
             now: present time [monotonic s].
         """
-        stamp = self._present_stamp()
-        if stamp != self._seen:
-            self._seen, self._seen_at = stamp, now
-        if stamp == self._stamp or now < self._seen_at + _SETTLED_S:
+        if not self._file.saved(now):
             return False
         limits, mistake = self.limits, ""
         try:
             limits = Limits.read(self._path)
         except UsageError as error:
             mistake = f"{error}; the earlier ones stay"
-        if self._present_stamp() != stamp:  # what was read may be a part
+        if not self._file.accept():  # what was read may be a part
             return False
-        self._stamp, self.limits, self._mistake = stamp, limits, mistake
+        self.limits, self._mistake = limits, mistake
         if mistake:
             self._warn(mistake)
         return True
-
-    def _present_stamp(self) -> tuple[int, int, int] | None:
-        try:
-            return file_stamp(self._path)
-        except OSError:  # there is none
-            return None

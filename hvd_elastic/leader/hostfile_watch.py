@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,12 +17,8 @@ from hvd_elastic.hosts.hostfile import (
 )
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import cheapest_hosts
-from hvd_elastic.replaced_files import file_stamp
+from hvd_elastic.replaced_files import SavedFile
 from hvd_elastic.run_events import HostsChanged, HostSlots
-
-_REPLACED_WITHIN_S = 2.0
-"""How long the hostfile may be missing without a warning [s]: some editors replace it by renaming,
-which leaves no file for a moment."""
 
 
 def read_hosts(
@@ -82,11 +75,8 @@ class HostfileWatch:
         self._may_be_empty = may_be_empty
         self.hosts: dict[str, Host] = {}
         self.input_hosts: dict[str, Host] = {}
-        self._stamp: tuple[int, int, int] | None = None
-        self._seen: tuple[int, int, int] | None = None
-        """As of the last look; :attr:`_stamp`: as of the last time that it was read."""
+        self._file: SavedFile | None = None
         self._told_error = ""
-        self._gone_since: float | None = None
 
     @classmethod
     def of_run(cls, spec: RunSpec, warn: Callable[[str], None]) -> HostfileWatch:
@@ -118,34 +108,31 @@ class HostfileWatch:
             HostfileError: the hostfile cannot be used; ``hosts`` is unchanged.
         """
         if self._path is not None:
-            with contextlib.suppress(OSError):  # read_hosts reports the problem
-                self._stamp = file_stamp(self._path)
+            self._file = SavedFile(self._path)
         found = read_hosts(self._path, self._slots, self._exclude, may_be_empty=self._may_be_empty)
         hosts = self._ordered(found)
         reads = input_hosts(hosts, self._readers, str(self._path))
         self.input_hosts = {host.name: host for host in reads}
         self.hosts = {host.name: host for host in hosts if host.name not in self.input_hosts}
 
-    def changed(self) -> bool:
+    def changed(self, now: float) -> bool:
         """Read the hostfile if it was saved since it was last read; return whether that succeeded.
 
         A file that was saved with the same text counts too: after repairing a host, the user saves
-        the file to have the host tried again. One that is written in place, and not replaced, may
-        have a part of its lines only: it counts when it is the same at the next look.
+        the file to have the host tried again.
+
+        Args:
+            now: present time [monotonic s].
         """
-        if self._path is None:
+        if self._file is None or not self._file.saved(now) or not self._file.accept():
             return False
-        try:
-            stamp = file_stamp(self._path)
-        except OSError as error:
-            self._is_gone(self._path, error)
+        if (error := self._file.error) is not None:
+            gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            what = "is gone" if gone else f"cannot be looked at ({error.strerror})"
+            self._warn(
+                f"the hostfile {self._path} {what}, the hosts stay; put it back to change them"
+            )
             return False
-        self._gone_since = None
-        before, self._seen = self._seen, stamp
-        inode = self._stamp and self._stamp[2]
-        if stamp == self._stamp or (stamp[2] == inode and stamp != before):
-            return False
-        self._stamp = stamp
         try:
             self.read()
         except HostfileError as error:
@@ -155,16 +142,6 @@ class HostfileWatch:
             return False
         self._told_error = ""
         return True
-
-    def _is_gone(self, path: Path, error: OSError) -> None:
-        now = time.monotonic()
-        if self._gone_since is None:
-            self._gone_since = now
-        elif now >= self._gone_since + _REPLACED_WITHIN_S:
-            self._gone_since = math.inf
-            gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
-            what = "is gone" if gone else f"cannot be looked at ({error.strerror})"
-            self._warn(f"the hostfile {path} {what}, the hosts stay; put it back to change them")
 
 
 def _cheapest_first(spec: RunSpec, hostfile: Hostfile) -> list[Host]:

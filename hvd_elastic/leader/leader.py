@@ -316,7 +316,7 @@ class Leader:
 
     def _look_for_changes(self, now: float) -> None:
         """Look whether anything has changed, while this leader leads."""
-        if self._run.hostfile.changed():
+        if self._run.hostfile.changed(now):
             self._hosts_changed()
         self._steering.look_for_requests()
         cut_off_s = self._liveness.give_up_silent(now)

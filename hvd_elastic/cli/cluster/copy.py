@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +26,7 @@ from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, parse_hosts
-from hvd_elastic.replaced_files import file_stamp
+from hvd_elastic.replaced_files import SavedFile
 
 if TYPE_CHECKING:
     from hvd_elastic.tools.copy.job import Copied, CopySettings, Pulled
@@ -299,13 +300,11 @@ class Newcomers:
         self.hosts = list(chosen.hosts)
         self._chosen = chosen
         self._note = note
-        self._seen = self._hostfile_stamp()
+        self._file = SavedFile(chosen.hostfile)
 
     def __call__(self) -> list[Host]:
-        seen = self._hostfile_stamp()
-        if seen is None or seen == self._seen:
+        if not self._file.saved(time.monotonic()) or not self._file.accept() or self._file.error:
             return []
-        self._seen = seen
         try:
             now = self._chosen.read_hosts()
         except HvdElasticError as error:
@@ -317,13 +316,6 @@ class Newcomers:
         for host in new:
             self._note(f"host {host.name} joins: it is in {self._chosen.hostfile} now")
         return new
-
-    def _hostfile_stamp(self) -> tuple[int, int, int] | None:
-        """Return the hostfile's stamp; None if it cannot be read again (a pipe)."""
-        try:
-            return file_stamp(self._chosen.hostfile)
-        except OSError:
-            return None
 
 
 def describe_copied(result: HostResult[Copied], target: str, pulls: bool) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from hvd_elastic.leader.hostfile_watch import HostfileWatch
 _changed = HostfileWatch.changed
 
 
-def _look_and_fail(watch: HostfileWatch) -> bool:
+def _look_and_fail(watch: HostfileWatch, now: float) -> bool:
     if Path("FAIL").exists():
         raise ZeroDivisionError("a defect")
-    return _changed(watch)
+    return _changed(watch, now)
 
 
 HostfileWatch.changed = _look_and_fail  # type: ignore[method-assign, assignment]

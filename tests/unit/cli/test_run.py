@@ -243,25 +243,6 @@ def test_sizes_that_a_resumed_run_cannot_have(
             ["--pin-hosts", "n1", "--mpi"],
             "a job under --mpi keeps its hosts to the end: leave --pin",
         ),
-    ],
-)
-def test_hosts_that_cannot_be_pinned(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    wanted: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
-    status, message = call("-H", "hosts", *options, "--", "true", capsys=capsys)
-    assert status == 2
-    assert message.startswith(f"error: {wanted}")
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
         (["-x", "n3"], "--exclude: host 'n3' is not in hosts (n1, n2)"),
         (["--exclude", "n[1"], "--exclude: host list 'n[1'"),
         (["--exclude", "n1,@fast"], "--exclude n1,@fast leaves no host of hosts"),
@@ -270,7 +251,7 @@ def test_hosts_that_cannot_be_pinned(
         (["-x", "n1", "--input-hosts", "n1"], "--input-hosts and --exclude both name host n1;"),
     ],
 )
-def test_hosts_that_cannot_be_excluded(
+def test_hosts_that_cannot_be_pinned_or_excluded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.leader import hostfile_watch
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
@@ -30,9 +29,8 @@ def lose_its_folder(hostfile: Path) -> None:
     [(become_a_pipe, "cannot be looked at (not a regular file)"), (lose_its_folder, "is gone")],
 )
 def test_the_hosts_stay_and_it_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], told: str
+    tmp_path: Path, change: Callable[[Path], None], told: str
 ) -> None:
-    monkeypatch.setattr(hostfile_watch, "_REPLACED_WITHIN_S", 0.0)
     hostfile = tmp_path / "folder" / "hosts"
     hostfile.parent.mkdir()
     hostfile.write_text("a\nb\n")
@@ -40,7 +38,7 @@ def test_the_hosts_stay_and_it_is_told_once(
     watch = HostfileWatch(hostfile, warned.append)
     watch.read()
     change(hostfile)
-    assert not any(watch.changed() for _ in range(3))
+    assert not any(watch.changed(now) for now in range(4))
     assert warned == [f"the hostfile {hostfile} {told}, the hosts stay; put it back to change them"]
     assert list(watch.hosts) == ["a", "b"]
 
@@ -61,7 +59,7 @@ def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
     watch = HostfileWatch.of_run(spec, told.append)
     watch.read()
     hostfile.write_text("a price=1\nbig slots=8\n")
-    assert not any(watch.changed() for _ in range(3))
+    assert not any(watch.changed(now) for now in range(4))
     assert len(told) == 1
     assert f"the hosts stay: {hostfile} has no price= for host big; add it" in told[0]
     assert list(watch.hosts) == ["a"]
@@ -96,7 +94,7 @@ def test_only_an_engine_may_have_no_host_for_a_while(tmp_path: Path, engine, hos
     watch = HostfileWatch.of_run(spec, told.append)
     watch.read()
     write_whole(hostfile, "\n\n")
-    assert watch.changed() is (engine is not None)
+    assert watch.changed(0.0) is (engine is not None)
     assert [*watch.hosts] == hosts
     assert len(told) == len(hosts)
 
@@ -121,12 +119,12 @@ def test_excluded_hosts_are_left_out_whenever_they_are_listed(tmp_path: Path) ->
     watch.read()
     assert [*watch.hosts] == ["a"]
     write_whole(hostfile, "c1\na slots=2\nd labels=old,x\ne\ncpu1 slots=0 labels=input,old\n")
-    assert watch.changed()
+    assert watch.changed(0.0)
     assert [*watch.hosts] == ["a", "e"]
     assert not watch.input_hosts
     assert not told
     write_whole(hostfile, "b\nc2\n")
-    assert not watch.changed()
+    assert not watch.changed(0.0)
     assert [*watch.hosts] == ["a", "e"]
     assert told[0].endswith(f"--exclude b,c[1-9],@old leaves no host of {hostfile}")
 
@@ -138,7 +136,7 @@ def test_a_host_that_trains_cannot_become_one_that_reads(tmp_path: Path) -> None
     watch = HostfileWatch(hostfile, told.append)
     watch.read()
     write_whole(hostfile, "a slots=2\nb slots=4 labels=input\n")
-    assert not watch.changed()
+    assert not watch.changed(0.0)
     assert "host b has 4 slots" in told[0]
     assert "slots=0" in told[0]
     assert [*watch.hosts] == ["a"]
@@ -152,16 +150,24 @@ def test_a_hostfile_that_is_written_in_place_takes_no_host_away_meanwhile(tmp_pa
     watch.read()
     with hostfile.open("w") as file:
         for number in range(3):
-            assert not watch.changed(), f"it has {number} of 3 lines"
+            now = 0.9 * number
+            assert not watch.changed(now), f"it has {number} of 3 lines"
             file.write(f"n{number}\n")
             file.flush()
-    assert not watch.changed()
+    assert not watch.changed(2.7)
     assert [*watch.hosts] == ["a", "b"]
-    assert watch.changed()
+    assert watch.changed(3.7)
     assert [*watch.hosts] == ["n0", "n1", "n2"]
     os.utime(hostfile, ns=(1, 1))  # saved with the same text
-    assert [watch.changed() for _ in range(3)] == [False, True, False]
+    assert [watch.changed(now) for now in (4.0, 5.0, 6.0)] == [False, True, False]
     write_whole(hostfile, "c\n")
-    assert watch.changed(), "a file that is replaced is whole"
+    assert watch.changed(6.0), "a file that is replaced is whole"
     assert [*watch.hosts] == ["c"]
+    hostfile.rename(hostfile.with_suffix(".bak"))  # as vim does
+    assert not watch.changed(7.0)
+    hostfile.touch()
+    assert not watch.changed(7.1)
+    hostfile.write_text("c\nd\n")
+    assert watch.changed(7.2)
+    assert [*watch.hosts] == ["c", "d"]
     assert not told
