@@ -77,7 +77,7 @@ class Run:
 
     def begin(self) -> threading.Thread:
         """Let the leader's loop run until it ends by itself."""
-        self.leader._run.hostfile.changed = lambda: False  # type: ignore[method-assign]
+        self.leader._run.hostfile.changed = lambda now: False  # type: ignore[method-assign]
         loop = threading.Thread(target=self.leader._run.loop.run, daemon=True)
         loop.start()
         return loop
