@@ -101,7 +101,7 @@ class DialIn:
         self._changed, self._warn = changed, warn
         self._lock = threading.Lock()
         self._by_name: dict[str, DialInHost] = {}
-        self._awaited: dict[str, queue.SimpleQueue[SecureStream]] = {}
+        self._awaited: dict[str, queue.SimpleQueue[SecureStream | OSError]] = {}
         self._warned: set[str] = set()
         self._closed = False
         accepting = (self._listener, self._admit, self._meet, self._refuse)
@@ -155,20 +155,24 @@ class DialIn:
         Raises:
             SshError: the host does not answer.
         """
-        opened: queue.SimpleQueue[SecureStream] = queue.SimpleQueue()
+        opened: queue.SimpleQueue[SecureStream | OSError] = queue.SimpleQueue()
         self._awaited[number] = opened
         failed = f"host {remote.host.name}: no command can be started"
         try:
             remote.send({"start": number, "command": command})
-            return opened.get(timeout=_START_S)
+            try:
+                found = opened.get(timeout=_START_S)
+            except queue.Empty:
+                if self._awaited.pop(number, None) is not None:
+                    raise SshError(f"{failed}: no answer for {_START_S:g} s") from None
+                found = opened.get()  # it has come at this moment
+            if isinstance(found, OSError):
+                raise found
         except OSError as error:
             raise SshError(f"{failed}: {error}") from error
-        except queue.Empty:
-            if self._awaited.pop(number, None) is None:
-                return opened.get()  # it has come at this moment
-            raise SshError(f"{failed}: no answer for {_START_S:g} s") from None
         finally:
             self._awaited.pop(number, None)
+        return found
 
     # -- threads -------------------------------------------------------------------------------
 
@@ -203,9 +207,14 @@ class DialIn:
             stream.send(Kind.MESSAGE, b'{"refused": "nobody waits for this command"}')
             stream.close()
             return
-        stream.send(Kind.MESSAGE, b"{}")
-        stream.has_begun(PATIENCE_S)
-        opened.put(stream)
+        try:
+            stream.send(Kind.MESSAGE, b"{}")
+            stream.has_begun(PATIENCE_S)
+        except OSError as error:  # gone again: whoever waits for it need not wait for longer
+            stream.close()
+            opened.put(error)
+        else:
+            opened.put(stream)
 
     def _register(self, stream: SecureStream, hello: dict[str, Any]) -> DialInHost:
         identity = hello["control"]

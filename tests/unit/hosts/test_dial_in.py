@@ -18,6 +18,7 @@ import pytest
 
 from hvd_elastic.engines.dial_in.hosts import HostProcess
 from hvd_elastic.errors import HostUnreachableError, RunError, SshError
+from hvd_elastic.hosts import dial_in
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dial_in import DialIn
@@ -135,6 +136,20 @@ def test_closed_connection_is_the_end_of_input_for_its_commands(connection, tmp_
 def test_end_of_the_leader_ends_the_host_process(leader, connection, process):
     leader.dial_in.close()
     process.wait()
+
+
+def test_a_command_whose_connection_breaks_at_once_has_failed(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(stream: SecureStream, patience_s: float) -> None:
+        raise ConnectionResetError("the network is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SecureStream, "has_begun", broken)
+        patch.setattr(dial_in, "_START_S", LONG_S)
+        with pytest.raises(SshError, match="no command can be started: the network is gone"):
+            connection.start("true")
+    assert connection.run("echo again").text == "again"
 
 
 def test_hosts_of_one_name_are_told_apart(leader, connection):
