@@ -240,7 +240,8 @@ class Weights(NamedTuple):
         """Return whether they may add up to 1 over the batch: each row has its own."""
         values = self.values
         has_rows = values.dim() == len(self.shape) and values.shape[0] == self.shape[0]
-        return values.is_floating_point() and has_rows and (self.are_of_elements or not self.divide)
+        are_numbers = values.is_floating_point() and values.numel() > 0
+        return are_numbers and has_rows and (self.are_of_elements or not self.divide)
 
     def total(self) -> tuple[float, float]:
         """Return the sum and the largest of the weights; on a GPU this waits for it."""
@@ -299,8 +300,8 @@ class Counts(NamedTuple):
         kind = _SUM
         for each in weights:
             total, largest = each.total()
-            if abs(total - 1) > max(_TOLERANCE, torch.finfo(each.values.dtype).eps):
-                continue
+            if not abs(total - 1) <= max(_TOLERANCE, torch.finfo(each.values.dtype).eps):
+                continue  # also NaN
             if self.examples == 1:  # a mask adds up to 1 too
                 return seen.weighted or _DIVIDED
             if not each.are_of_elements:  # such as one by the lengths of sequences

@@ -121,6 +121,8 @@ def kl() -> torch.Tensor:
         ((outputs().mean(1) / SHARES.reciprocal()).sum, {_MEAN}),
         (lambda: (SHARES * outputs().mean(1)).sum() * 2, {_MEAN}),
         ((SHARES[:, None] * outputs()).sum, {_DIVIDED}),
+        ((SHARES * torch.nan * outputs().mean(1)).sum, {_SUM}),
+        ((SHARES[:0] * outputs()[:0].mean(1)).sum, {_SUM}),
         ((SHARES * EXAMPLES * outputs().mean(1)).sum, {_SUM}),
         ((MASK.float() * outputs().mean(1)).sum, {_SUM}),
         (((classes == 1).float() * outputs().sum(1)).sum, {_SUM}),
