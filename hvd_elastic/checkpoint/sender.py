@@ -91,6 +91,8 @@ class CheckpointSender:
                 newest = brought.checkpoint
                 self.restored_from = "" if newest is None else str(newest.path)
                 self._collector.goes_on_from(newest)
+            else:
+                self._collector.restart_failed(wanted)
             done(brought)
 
         threading.Thread(target=run, name="restore", daemon=True).start()
@@ -103,7 +105,7 @@ class CheckpointSender:
                 said.add(message)
                 self._post(lambda: self._warn(message))
 
-        brought = self._try_to_bring(hosts, name, say)
+        brought = self._try_to_bring(hosts, name, wanted, say)
         for wait_s in _TRY_AGAIN_S:
             if not brought.error:
                 break
@@ -113,12 +115,18 @@ class CheckpointSender:
                 time.sleep(_LOOK_S)
             if not wanted():
                 break
-            brought = self._try_to_bring(hosts, name, say)
+            brought = self._try_to_bring(hosts, name, wanted, say)
         return brought
 
-    def _try_to_bring(self, hosts: Sequence[str], name: str, say: Callable[[str], None]) -> Brought:
+    def _try_to_bring(
+        self,
+        hosts: Sequence[str],
+        name: str,
+        wanted: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> Brought:
         try:
-            self._collector.collect_rest()
+            self._collector.collect_rest(wanted)
             newest = self._store.newest(say)
         except (HvdElasticError, OSError) as error:
             return Brought(error=f"no checkpoint can be looked for: {error}")
