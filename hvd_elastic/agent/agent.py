@@ -23,6 +23,7 @@ import functools
 import math
 import os
 import platform
+import shutil
 import signal
 import socket
 import sys
@@ -115,6 +116,8 @@ class Agent:
         self._hurry = asyncio.Event()
         self._door: socket.socket | None = None
         self._callers: list[Caller] = []
+        self._deciding = asyncio.Lock()
+        """Held while it is decided about a caller, and until its leader can be heard."""
         self._recorded: int | None = None
         self._replaced = False
         self._preemption: CommandWatch | None = None
@@ -214,6 +217,9 @@ class Agent:
         self._log.announced(announcement.order, [member.worker for member in here])
         for old in [number for number in self._stores if number < generation - 1]:
             self._stores.pop(old).close()
+        for left in self._spool.sent_checkpoints(before=generation):
+            # In a thread, as it may take seconds to remove large files.
+            self._start_task(asyncio.to_thread(shutil.rmtree, left, ignore_errors=True))
 
         def forward(scope: str, key: str, value: bytes) -> None:
             entry = msg.StoreEntry(generation, scope, key, compress(value))
@@ -392,17 +398,20 @@ class Agent:
     async def _meet(self, caller: Caller) -> None:
         other = caller.hello.leader != self._hello.leader
         if other and self._is_led:
-            # A leader that was just killed sends nothing more within this time.
+            # A leader that was just killed sends nothing more within this time. Several callers
+            # wait together, since each of them kills this process if it gets no answer.
             await self._link.wait_for_word(max(_PROOF_S, 2 * self._hello.heartbeat_s))
-        if other and self._is_led:
-            led = self._hello.identity
-            led.heard_s = round(self._link.silent_s(), 1)
-            caller.refuse(led)
-        elif other and caller.hello.take_over:
-            await self._follow(caller)
-        else:
-            self._callers.append(caller)  # it waits until this process ends
-            self._over.set()
+        async with self._deciding:
+            other = caller.hello.leader != self._hello.leader
+            if other and self._is_led:
+                led = self._hello.identity
+                led.heard_s = round(self._link.silent_s(), 1)
+                caller.refuse(led)
+            elif other and caller.hello.take_over:
+                await self._follow(caller)
+            else:
+                self._callers.append(caller)  # it waits until this process ends
+                self._over.set()
 
     async def _follow(self, caller: Caller) -> None:
         """Switch to another leader."""
@@ -448,6 +457,7 @@ class Agent:
         become_subreaper()
         left = functools.partial(_left_by_predecessor, hello, str(self._spool.path))
         swept = len(end_processes(left, 0.5))
+        self._spool.remove_sent_checkpoints()
         self._interface = hello.interface or interface_of(own_address(hello.local_address))
         try:
             self._spool.keep_run(hello.run)

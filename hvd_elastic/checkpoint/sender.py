@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
 from hvd_elastic.checkpoint.manifests import CheckpointInfo
@@ -84,7 +85,12 @@ class CheckpointSender:
 
         def run() -> None:
             brought = self._keep_trying(hosts, name, wanted)
+            called_off = not wanted()
             self._post(lambda: tell(brought))
+            agent = self._agents().get(brought.host)
+            if called_off and agent is not None:  # no worker loads it, and removes it then
+                with contextlib.suppress(HvdElasticError):
+                    agent.discard(str(PurePosixPath(brought.manifest).parent))
 
         def tell(brought: Brought) -> None:
             if not brought.error and wanted():  # else a newer generation may be training already

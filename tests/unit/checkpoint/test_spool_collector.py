@@ -28,6 +28,7 @@ from tests.paths import LIMIT_S
 from tests.unit.checkpoint.test_files import spooled
 from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, checkpoint_written
+from tests.waiting import until
 
 
 class Host:
@@ -454,6 +455,7 @@ def test_a_host_that_mends_itself_gets_it_and_what_is_called_off_is_not_tried_ag
     run.written(30, 0)
     late = run.bring(wanted=lambda: False)
     assert late.host == "node0"
+    until(lambda: not Path(late.manifest).parent.exists(), "what no worker loads is removed")
     assert run.hosts["node0"].steps() == [(30, 0)], "a later generation trains, and wrote it"
 
 
