@@ -260,7 +260,7 @@ def test_a_worker_that_loads_a_file_gets_the_newest_or_why_not(tmp_path: Path) -
     run.step()
     brought = answer()
     assert Path(brought.path).read_bytes() == b"best"
-    node1.before_put = lambda: [run.collector.bring("best.pt", "worker-1", node1) for _ in "ab"]
+    node1.before_put = lambda: run.collector.bring("best.pt", "worker-1", node1)
     run.collector.bring("best.pt", "worker-1", node1)
     answer()
     assert node1.answers.empty(), "who asks again meanwhile gets one copy"
