@@ -28,6 +28,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -156,7 +157,11 @@ class Agent:
     async def _read_commands(self) -> None:
         try:
             async for message in self._link.messages():
-                await self._obey(message)
+                try:
+                    await self._obey(message)
+                except OSError as error:  # not of the link, which only sends here
+                    self._fail(error)
+                    return
         except OSError:
             pass  # the leader is gone
         except ProtocolError as error:
@@ -294,8 +299,22 @@ class Agent:
         """Run a coroutine as a task and keep a reference, since the event loop keeps none."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
         return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End, since a part of this agent has ended: it would only seem to obey its leader."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        print(text, file=sys.stderr)
+        self._warn(f"the agent ends after an error: {error!r}")
+        self.exit_status = 1
+        self._over.set()
 
     # -- notices that the host will go away --------------------------------------------------
 

@@ -19,11 +19,11 @@ _SILENCE_S = 60.0
 # Marks the start of the file, since shell start-up files may print something before.
 _MARK = b"\x01hvd-elastic-file\n"
 _READ = 'printf "\\001hvd-elastic-file\\n" && exec cat -- "$1"'
-# A lost connection looks like the end of the file, so the length is checked before the rename.
+# A lost connection looks like the end of the file, so the length is checked before the rename. Each
+# call has a file of its own: two that wrote one would leave a hole in it, of the right length.
 _WRITE = (
-    'umask 077; mkdir -p -- "$(dirname -- "$1")" && cat > "$1.part" && '
-    'test "$(wc -c < "$1.part")" -eq "$2" && mv -- "$1.part" "$1" || '
-    '{ rm -f -- "$1.part"; exit 1; }'
+    'umask 077; part="$1.part.$$"; mkdir -p -- "$(dirname -- "$1")" && cat > "$part" && '
+    'test "$(wc -c < "$part")" -eq "$2" && mv -- "$part" "$1" || { rm -f -- "$part"; exit 1; }'
 )
 
 

@@ -448,8 +448,12 @@ class Daemon:
     def _start(self, job: Job, held: Mapping[str, int]) -> None:
         """Start a leader; if that raises RunError (a full disk), the job is led on when it can."""
         started = self._queue.started(job, held)
-        environment = self._store.environment(started)
-        self._runs.start(started, self._hosts.known.values(), environment)
+        try:
+            environment = self._store.environment(started)
+            self._runs.start(started, self._hosts.known.values(), environment)
+        except RunError:
+            self._runs.ask_anew(started)
+            raise
 
     # -- decisions -------------------------------------------------------------------------
 

@@ -275,6 +275,11 @@ class JobRuns:
         lead = Lead(job.run_id, job.attempts, run.offset, text, *told)
         self._keepers.send(request.user, lead)
 
+    def ask_anew(self, job: Job) -> None:
+        """Ask the keeper who leads a run: nobody, if a leader of this attempt was not started."""
+        run = self._run(job)
+        run.news, run.is_followed, run.is_known = None, False, False
+
     def is_led(self, job: Job) -> bool:
         """Return whether a process leads the run of a job, or is about to."""
         news = self._run(job).news

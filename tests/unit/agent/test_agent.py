@@ -439,6 +439,20 @@ def test_checkpoints_of_restarts_that_were_broken_off_are_removed(
     assert (spool / "saved").exists()
 
 
+def test_an_agent_that_cannot_obey_ends_and_says_so(start_agent: StartAgent) -> None:
+    """It would send heartbeats on, and do nothing of what it is told."""
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    agent.announce(4, "w0")
+    agent.told_by_worker()
+    damaged = msg.PutAddresses(4, "global", 1, 0, 1, compress(b""))
+    agent.send(encode(damaged))
+    assert "the agent ends after an error: ZeroDivisionError" in agent.event("warning")["message"]
+    assert agent.process.wait(TIMEOUT_S) == 1
+    agent.wait_clean()
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [

@@ -52,6 +52,7 @@ from hvd_elastic.jobs.job import (
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue
+from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.spec import RunSpec
@@ -606,6 +607,30 @@ def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:
     daemon.until(lambda: started() == [False] and folder.leader().get("pid"))
     os.kill(folder.leader()["pid"], signal.SIGKILL)
     daemon.until(lambda: started() == [False, True])
+    assert daemon.job(number).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
+
+
+def test_a_leader_that_could_not_be_started_again_is_when_it_can(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_full = JobRuns._write_hostfile, place.path / "is-full"
+
+    def fail_once(runs: JobRuns, *arguments: Any) -> str:
+        if is_full.exists():
+            is_full.unlink()
+            raise RunError("no space left on the disk")
+        return write(runs, *arguments)
+
+    monkeypatch.setattr(JobRuns, "_write_hostfile", fail_once)
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    folder = RunFolder(runs_folder() / daemon.job(number).run_id)
+    daemon.until(lambda: leads(daemon, number) and folder.leader().get("pid"))
+    is_full.touch()
+    os.kill(folder.leader()["pid"], signal.SIGKILL)
+    daemon.until(lambda: [e.resumed for e in folder.read_events() if isinstance(e, RunStarted)][1:])
+    assert not is_full.exists()
     assert daemon.job(number).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
 
