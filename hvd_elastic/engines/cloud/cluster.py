@@ -72,12 +72,12 @@ def cloud_cluster(
         finally:
             rows = rows_without_daemon(place) if place.daemon() else ()
             if any(row["jobs"] or row["occupied"] for row in rows):
-                _leave(hosts, tell)
+                _leave(hosts, place.name, tell)
             else:
                 hosts.end()
 
 
-def _leave(hosts: CloudHosts, tell: Callable[[str], None]) -> None:
+def _leave(hosts: CloudHosts, cluster: str, tell: Callable[[str], None]) -> None:
     """Have the machines stay for the jobs that continue, and report which will not."""
     name = hosts.machines.definition.name
     try:
@@ -91,7 +91,7 @@ def _leave(hosts: CloudHosts, tell: Callable[[str], None]) -> None:
             f"jobs continue, but {lost} will end within "
             f"{duration_words(hosts.machines.lease_s)}, since the lease could not be renewed: "
             f"{'; '.join(dict.fromkeys(failed.values()))}. Start the daemon again before then: "
-            f"hvd-elastic up --cloud {name}"
+            f"hvd-elastic up --cloud {name} --name {cluster}"
         )
     else:
         tell(f"jobs continue, so their machines stay: hvd-elastic cloud down {name}")

@@ -348,8 +348,9 @@ class Machines:
     def close(self) -> None:
         """Send no more orders, and return when none is being sent: a thread may be about to."""
         self._is_closed = True
-        with contextlib.suppress(OSError), self.folder.changing():
-            pass
+        if self.folder.exists:  # else ``cloud down`` has removed it
+            with contextlib.suppress(OSError), self.folder.changing():
+                pass
 
     def stop(self, ids: Sequence[str]) -> None:
         """Have machines terminated for good.

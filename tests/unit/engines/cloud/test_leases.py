@@ -70,7 +70,7 @@ def test_jobs_that_continue_hear_which_machines_end_with_their_lease(hosts, leas
     hosts.begin(2, ())
     leases.bad = {"m0": 100}
     del said[:]
-    _leave(hosts, said.append)
+    _leave(hosts, "lab", said.append)
     (text,) = said
     assert text.startswith("jobs continue, but machine m0 will end within 20 m 00 s, since ")
     assert "host 10.0.1.0: no route" in text
@@ -89,7 +89,7 @@ def test_a_lease_that_is_to_last_is_tried_again_without_the_cloud(
 
     cloud.on_its_way = fail
     del said[:]
-    _leave(hosts, said.append)
+    _leave(hosts, "lab", said.append)
     assert said == ["jobs continue, so their machines stay: hvd-elastic cloud down lab"]
 
 
@@ -100,7 +100,7 @@ def test_jobs_that_continue_on_machines_that_nobody_can_list_hear_it(
         raise CloudError("the token has expired")
 
     cloud.on_its_way = fail
-    _leave(hosts, said.append)
+    _leave(hosts, "lab", said.append)
     (text,) = said
     assert text.startswith("jobs continue, but the machines will end within 20 m 00 s")
     assert "the token has expired" in text
