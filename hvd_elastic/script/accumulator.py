@@ -86,7 +86,8 @@ class Accumulator(Mapping[str, float]):
 
         Args:
             examples: number of examples that they are sums over, for :meth:`mean`; None: those of
-                this rank's batch of ``hvd.DataLoader``, once for each name, or else 0.
+                this rank's batch of ``hvd.DataLoader``, once for each name, or else 0. If the rank
+                has none in the step and reads those of others again, nothing is added.
             values: the numbers by name.
         """
         for name, value in values.items():
@@ -100,13 +101,20 @@ class Accumulator(Mapping[str, float]):
                         "one element"
                     ) from None
             count = self._examples_of_pass(name) if examples is None else examples
+            if count is None:
+                continue
             self._own[name] = self._own.get(name, _NOTHING).plus(number, count)
 
-    def _examples_of_pass(self, name: str) -> int:
+    def _examples_of_pass(self, name: str) -> int | None:
+        """Return the examples that a sum is over; None: other ranks add them."""
         ctx = context.current()
         passes = ctx.step.passes
         in_loop = ctx.worker.in_train and ctx.worker.progress.phase is Phase.LOOP
-        if not (passes and in_loop) or self._counted.get(name) is passes[-1]:
+        if not (passes and in_loop):
+            return 0
+        if not passes[-1].weight:
+            return None
+        if self._counted.get(name) is passes[-1]:
             return 0
         self._counted[name] = passes[-1]
         return passes[-1].examples

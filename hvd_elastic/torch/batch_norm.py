@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _B
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.worker import context
+from hvd_elastic.worker.step import Step
 
 
 def synchronize_batch_norm(model: torch.nn.Module) -> None:
@@ -66,7 +67,7 @@ class _Synchronized(_BatchNorm):
             self.eps,
             worker.communicator,
             self._reduction,
-            ctx.step.weight,
+            ctx.step,
         )
         self._track(mean, variance)
         return output
@@ -89,9 +90,9 @@ class _Synchronized(_BatchNorm):
 class _NormalizeOverRanks(torch.autograd.Function):
     """Normalise by mean and variance over the examples of all ranks.
 
-    A rank's gradients are later multiplied by ``w / size`` and summed, where ``w`` is its weight in
-    the step, 0 for padding. What its inputs change in the loss of other ranks is scaled here so
-    that this holds for all of it.
+    A rank's gradients are later multiplied by a factor and summed over the ranks: its weight in the
+    step, 0 for padding. What its inputs change in the loss of other ranks is scaled here so that
+    this holds for all of it. The factor is known in the backward pass: it depends on the loss.
     """
 
     @staticmethod
@@ -103,12 +104,13 @@ class _NormalizeOverRanks(torch.autograd.Function):
         eps: float,
         communicator: Communicator,
         name: str,
-        step_weight: float,
+        step: Step,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the outputs, and the mean and the unbiased variance over all ranks."""
         channels, shape = inputs.shape[1], _shape(inputs)
         x = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-        count = x.numel() // channels if step_weight else 0
+        has_examples = not step.passes or step.passes[-1].weight != 0
+        count = x.numel() // channels if has_examples else 0
         if count:
             variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
             own = torch.cat([mean, variance, x.new_full((1,), count)])
@@ -127,7 +129,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         if bias is not None:
             output = output + bias.view(shape)
         ctx.save_for_backward(inputs, weight, mean, inverse, total)
-        ctx.how = (communicator, name, step_weight)
+        ctx.how = (communicator, name, step)
         unbiased = variance * (total / (total - 1).clamp(min=1))
         ctx.mark_non_differentiable(mean, unbiased)
         return output.to(inputs.dtype), mean, unbiased
@@ -136,13 +138,14 @@ class _NormalizeOverRanks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         inputs, weight, mean, inverse, total = ctx.saved_tensors
-        communicator, name, step_weight = ctx.how
+        communicator, name, step = ctx.how
         shape, dims = _shape(inputs), _all_but_channels(inputs)
         dy = gradients[0].to(mean.dtype)
         normal = (inputs.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
         for_bias, for_weight = dy.sum(dims), (dy * normal).sum(dims)
         for_inputs = None
         if ctx.needs_input_grad[0]:
+            step_weight = step.relative_weight
             own = torch.cat([for_bias, for_weight])
             own = own * step_weight if step_weight else torch.zeros_like(own)
             handle = communicator.reduce_async(own, f"{name}.backward")

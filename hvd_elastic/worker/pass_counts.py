@@ -83,6 +83,11 @@ class PassCounts:
         total = self.total()
         return self._counts[-1] * self._communicator.size / total if total else 0.0
 
+    @property
+    def latest(self) -> float:
+        """The count of this rank's latest pass."""
+        return self._counts[-1]
+
     def take_scale_of_earlier(self) -> float:
         """Return once the factor on the gradients of earlier passes, in the last one."""
         if not self._earlier:

@@ -187,6 +187,17 @@ class Step:
         return self.passes[-1].weight if self.passes else 1.0
 
     @property
+    def relative_weight(self) -> float:
+        """Factor on this rank's mean gradient in the current pass, relative to the other ranks'.
+
+        All ranks have it on one scale in each pass, also before the counts of all are known.
+        """
+        if self.counts is not None:
+            self.counts.check(len(self.passes))
+            return self.counts.latest
+        return self.weight
+
+    @property
     def is_empty(self) -> bool:
         """Return whether nothing counts on any rank, so that the step is left out."""
         return self.counts is not None and not self.counts.total()

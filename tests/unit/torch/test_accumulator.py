@@ -95,6 +95,20 @@ def test_the_mean_is_over_the_examples_that_were_seen(alone: Context) -> None:
         totals.mean("accuracy")
 
 
+def test_examples_that_are_read_again_do_not_count(alone: Context) -> None:
+    """A rank that has none of its own in a step reads those of another, which adds them."""
+    totals = hvd.Accumulator()
+    alone.worker.in_train, alone.worker.progress.phase = True, Phase.LOOP
+    alone.step.begin_step(Pass(step_examples=2, weight=2.0, examples=1))
+    totals.add(loss=3.0, examples=1)
+    alone.step.begin_step(Pass(step_examples=1, weight=0.0, padding=True, examples=1))
+    totals.add(loss=5.0, examples=1)
+    totals.add(2, hits=1)
+    totals.synchronize()
+    assert dict(totals) == {"loss": 3.0, "examples": 1.0, "hits": 1.0}
+    assert totals.mean("loss") == 3.0
+
+
 def test_a_rank_that_is_asked_to_leave_loses_nothing(
     alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,11 +11,14 @@ from torch.nn import functional as F
 
 from hvd_elastic.torch.summed_losses import (
     _DIVIDED,
+    _LISTED,
     _MEAN,
     _OTHER,
     _SUM,
     _VALID,
     Counts,
+    Seen,
+    Weights,
     kinds_of,
     summed_losses_are_added,
 )
@@ -31,6 +34,9 @@ classes = torch.arange(EXAMPLES) % 4
 MASK = torch.tensor([True, False, True, True, False, True])
 CLASS_WEIGHTS = torch.arange(1.0, 5.0)
 parameter = torch.nn.Parameter(torch.ones(3))
+CONSTANTS = torch.arange(1.0, 1.0 + EXAMPLES)
+SHARES = torch.full((EXAMPLES,), 1 / EXAMPLES)
+"""Weights of the examples that were divided by their sum."""
 
 
 def outputs(examples: int = EXAMPLES) -> torch.Tensor:
@@ -99,6 +105,32 @@ def kl() -> torch.Tensor:
         (lambda: outputs().mean(1).sum(), {_SUM}),
         (kl, {_MEAN}),
         (lambda: torch.stack([outputs().mean()] * 3).sum(), {_OTHER}),
+        (lambda: torch.stack([outputs().mean()] * EXAMPLES).sum(), {_OTHER}),
+        (lambda: torch.cat([outputs().mean().view(1)] * EXAMPLES).sum(), {_OTHER}),
+        ((CONSTANTS * torch.stack([outputs().mean()] * EXAMPLES)).sum, {_OTHER}),
+        (lambda: torch.stack([outputs().mean(), outputs().sum()] * 3).sum(), {_MEAN, _SUM}),
+        (lambda: torch.stack([outputs().sum()] * EXAMPLES).sum(), {_SUM}),
+        (lambda: torch.stack([outputs().sum()] * 3).mean(), {_SUM}),
+        (lambda: torch.stack([outputs().sum() / EXAMPLES] * EXAMPLES).sum(), {_OTHER}),
+        (lambda: torch.stack([outputs()[MASK].mean()] * 3).sum(), {_VALID}),
+        (lambda: torch.stack([weights.pow(2).sum()] * EXAMPLES).sum(), {_OTHER}),
+        (lambda: torch.stack([weights.norm()] * EXAMPLES).sum(), {_OTHER}),
+        (torch.stack(list(outputs().mean(1))).sum, {_SUM}),
+        ((SHARES * outputs().mean(1)).sum, {_MEAN}),
+        ((outputs().mean(1) * SHARES.bfloat16()).sum, {_MEAN}),
+        ((outputs().mean(1) / SHARES.reciprocal()).sum, {_MEAN}),
+        (lambda: (SHARES * outputs().mean(1)).sum() * 2, {_MEAN}),
+        ((SHARES[:, None] * outputs()).sum, {_DIVIDED}),
+        ((SHARES * torch.nan * outputs().mean(1)).sum, {_SUM}),
+        ((SHARES[:0] * outputs()[:0].mean(1)).sum, {_SUM}),
+        ((SHARES * EXAMPLES * outputs().mean(1)).sum, {_SUM}),
+        ((MASK.float() * outputs().mean(1)).sum, {_SUM}),
+        (((classes == 1).float() * outputs().sum(1)).sum, {_SUM}),
+        ((F.one_hot(torch.tensor(2), EXAMPLES).float() * outputs().mean(1)).sum, {_SUM}),
+        ((torch.full((4,), 0.25) * outputs()).sum, {_SUM}),
+        ((torch.full((4,), 0.25) * outputs().sum(0)).sum, {_SUM}),
+        ((1 / MASK.sum() * outputs()).sum, {_DIVIDED}),
+        (lambda: torch.tensor(1024.0) * outputs().sum(), {_SUM}),
         (lambda: sum([outputs().mean()] * 3), {_MEAN}),
         (lambda: outputs().sum() - 0.5 * (1 + outputs()).sum(), {_SUM}),  # a VAE's
         (lambda: outputs().sum() + outputs().mean(), {_SUM, _MEAN}),
@@ -250,6 +282,57 @@ def test_losses_of_well_known_projects(loss: Callable[[], Any], kinds: set[str])
     assert kinds_of(loss(), COUNTS) == kinds
 
 
+def one_by_one(**options: Any) -> torch.Tensor:
+    each = zip(data.split(1), classes.split(1), strict=True)
+    return torch.stack([F.cross_entropy(layer(x), y, **options) for x, y in each])
+
+
+def sequences() -> torch.Tensor:
+    """A loss of each example, which is a mean over its 3 tokens."""
+    return torch.stack([F.mse_loss(layer(x.expand(3, 4)), torch.ones(3, 6)) for x in data])
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda: one_by_one().sum(), _SUM),
+        (lambda: one_by_one().mean(), _MEAN),
+        (lambda: one_by_one().sum() / EXAMPLES, _MEAN),
+        ((one_by_one() / EXAMPLES).sum, _MEAN),
+        (lambda: torch.stack([each / EXAMPLES for each in one_by_one()]).sum(), _MEAN),
+        (lambda: one_by_one(reduction="sum").sum(), _SUM),
+        (lambda: one_by_one(reduction="sum").mean(), _MEAN),
+        (lambda: torch.cat([each.view(1) for each in one_by_one()]).sum(), _SUM),
+        (lambda: sequences().sum(), _LISTED),
+        (lambda: sequences().mean(), _MEAN),
+        (lambda: sequences().sum() / EXAMPLES, _MEAN),
+    ],
+)
+def test_a_list_with_a_loss_of_each_example(loss: Callable[[], Any], kind: str) -> None:
+    assert kinds_of(loss(), COUNTS) == {kind}
+
+
+def test_a_list_with_the_loss_of_one_example_may_be_that_of_the_batch() -> None:
+    loss = torch.stack([F.cross_entropy(layer(data[:1]), classes[:1])]).sum()
+    assert kinds_of(loss, Counts(examples=1, step_examples=3, share=1)) == {_LISTED}
+
+
+def test_weights_of_one_example_are_what_those_of_more_were() -> None:
+    def loss(examples: int) -> torch.Tensor:
+        return (torch.full((examples,), 1 / examples) * outputs(examples).mean(1)).sum()
+
+    one = Counts(examples=1, step_examples=3, share=1, seen=Seen())
+    assert kinds_of(loss(1), one) == {_DIVIDED}
+    assert kinds_of(loss(2), one._replace(examples=2)) == {_MEAN}
+    assert kinds_of(loss(1), one) == {_MEAN}
+
+
+@pytest.mark.parametrize("kind", [_MEAN, _SUM])
+def test_weights_on_a_gpu_are_read_rarely(kind: str) -> None:
+    unreadable = Weights(torch.empty(EXAMPLES, device="meta"), False, (EXAMPLES,))
+    assert COUNTS._replace(seen=Seen(kind)).kind_of_weighted([unreadable]) == kind
+
+
 def test_a_mean_over_the_tokens_of_texts_is_a_sum_that_is_divided() -> None:
     assert kinds_of(masked_tokens(), Counts(examples=2, step_examples=4, share=2)) == {_DIVIDED}
 
@@ -311,6 +394,16 @@ def test_a_mean_over_valid_targets_is_warned_of_unless_weighted(
     (warning,) = warnings
     assert "targets that are not ignored" in warning
     assert "hvd.step_weight" in warning
+
+
+def test_a_list_of_as_many_losses_as_examples_is_warned_of(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", warnings.append)
+    assert weight_after(alone, sequences().sum()) == 0.9
+    (warning,) = warnings
+    assert "a sum of as many losses as this rank has examples. Ranks average" in warning
 
 
 def test_a_loss_of_sums_and_means_is_warned_of_once(
