@@ -23,10 +23,12 @@ import functools
 import math
 import os
 import platform
+import shutil
 import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +117,8 @@ class Agent:
         self._hurry = asyncio.Event()
         self._door: socket.socket | None = None
         self._callers: list[Caller] = []
+        self._deciding = asyncio.Lock()
+        """Held while it is decided about a caller, and until its leader can be heard."""
         self._recorded: int | None = None
         self._replaced = False
         self._preemption: CommandWatch | None = None
@@ -153,7 +157,11 @@ class Agent:
     async def _read_commands(self) -> None:
         try:
             async for message in self._link.messages():
-                await self._obey(message)
+                try:
+                    await self._obey(message)
+                except OSError as error:  # not of the link, which only sends here
+                    self._fail(error)
+                    return
         except OSError:
             pass  # the leader is gone
         except ProtocolError as error:
@@ -214,6 +222,9 @@ class Agent:
         self._log.announced(announcement.order, [member.worker for member in here])
         for old in [number for number in self._stores if number < generation - 1]:
             self._stores.pop(old).close()
+        for left in self._spool.sent_checkpoints(before=generation):
+            # In a thread, as it may take seconds to remove large files.
+            self._start_task(asyncio.to_thread(shutil.rmtree, left, ignore_errors=True))
 
         def forward(scope: str, key: str, value: bytes) -> None:
             entry = msg.StoreEntry(generation, scope, key, compress(value))
@@ -288,8 +299,22 @@ class Agent:
         """Run a coroutine as a task and keep a reference, since the event loop keeps none."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
         return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End, since a part of this agent has ended: it would only seem to obey its leader."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        print(text, file=sys.stderr)
+        self._warn(f"the agent ends after an error: {error!r}")
+        self.exit_status = 1
+        self._over.set()
 
     # -- notices that the host will go away --------------------------------------------------
 
@@ -392,17 +417,20 @@ class Agent:
     async def _meet(self, caller: Caller) -> None:
         other = caller.hello.leader != self._hello.leader
         if other and self._is_led:
-            # A leader that was just killed sends nothing more within this time.
+            # A leader that was just killed sends nothing more within this time. Several callers
+            # wait together, since each of them kills this process if it gets no answer.
             await self._link.wait_for_word(max(_PROOF_S, 2 * self._hello.heartbeat_s))
-        if other and self._is_led:
-            led = self._hello.identity
-            led.heard_s = round(self._link.silent_s(), 1)
-            caller.refuse(led)
-        elif other and caller.hello.take_over:
-            await self._follow(caller)
-        else:
-            self._callers.append(caller)  # it waits until this process ends
-            self._over.set()
+        async with self._deciding:
+            other = caller.hello.leader != self._hello.leader
+            if other and self._is_led:
+                led = self._hello.identity
+                led.heard_s = round(self._link.silent_s(), 1)
+                caller.refuse(led)
+            elif other and caller.hello.take_over:
+                await self._follow(caller)
+            else:
+                self._callers.append(caller)  # it waits until this process ends
+                self._over.set()
 
     async def _follow(self, caller: Caller) -> None:
         """Switch to another leader."""
@@ -448,6 +476,7 @@ class Agent:
         become_subreaper()
         left = functools.partial(_left_by_predecessor, hello, str(self._spool.path))
         swept = len(end_processes(left, 0.5))
+        self._spool.remove_sent_checkpoints()
         self._interface = hello.interface or interface_of(own_address(hello.local_address))
         try:
             self._spool.keep_run(hello.run)

@@ -261,7 +261,7 @@ async def write_last_checkpoint(
         nothing_s = time.monotonic() - since
         if nothing_s >= _WRITE_PATIENCE_S:
             return
-        longest_s = max((each.activity.longest_step_s for each in workers), default=0.0)
+        longest_s = max((each.activity.longest_period_s for each in workers), default=0.0)
         if nothing_s >= max(3 * timeout_s, 2 * longest_s) and not was_called_off:
             # They probably wait for another host that is gone. After the step is aborted, each of
             # them writes the whole state.

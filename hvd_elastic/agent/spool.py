@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,9 @@ from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
+SENT_CHECKPOINT = "restore-"
+"""Begin of the name of a folder with a checkpoint that the leader has sent; the number of the
+generation that is to load it follows. The worker that loads it removes it."""
 # The next leader may be on another machine without run folder, and reads this file instead.
 SPEC_NAME = "run.json"
 _UNTOLD = "untold.jsonl"
@@ -83,6 +87,20 @@ class Spool:
         for saved in self.saved_files() if said.files is None else said.files:
             drop_spooled(self.path / SAVED_FOLDER, saved)
 
+    def sent_checkpoints(self, before: float = math.inf) -> list[Path]:
+        """Return the folders of checkpoints that were sent for generations before this one."""
+        return [
+            folder
+            for folder in self.path.glob(f"{SENT_CHECKPOINT}*")
+            if (number := folder.name.removeprefix(SENT_CHECKPOINT)).isdecimal()
+            and int(number) < before
+        ]
+
+    def remove_sent_checkpoints(self) -> None:
+        """Remove what restarts that were broken off have left."""
+        for folder in self.sent_checkpoints():
+            shutil.rmtree(folder, ignore_errors=True)
+
     def size_bytes(self) -> int:
         """Return the total size of all files, which grows while a checkpoint is written."""
         size = 0
@@ -113,6 +131,7 @@ class Spool:
 
     def remove(self) -> None:
         """Remove the folder, unless it has data that the next leader needs."""
+        self.remove_sent_checkpoints()
         if self.shards() or self.saved_files() or (self.path / _UNTOLD).exists():
             return
         shutil.rmtree(self.path, ignore_errors=True)

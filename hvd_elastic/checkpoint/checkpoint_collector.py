@@ -8,6 +8,7 @@ complete one is next.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,10 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         self._known: dict[Key, Parcel[ShardInfo]] = {}
         self._missed: Parcel[ShardInfo] | None = None
         """The newest checkpoint that could not be collected and is still in the spools."""
+        self._restart: Callable[[], bool] | None = None
+        """While this returns True, nothing is fetched: a restart has chosen its checkpoint."""
+        self._beginning = threading.Lock()
+        """Held while a fetch begins, or a restart keeps others from beginning."""
         self._writable = True
         self.newest_step = -1
         """Step of the newest checkpoint of the current history of training; -1: none."""
@@ -119,6 +124,11 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         self._known.setdefault(shard.key, parcel).sources.append(source)
 
     # -- collecting ------------------------------------------------------------------------
+
+    def fetch_due(self) -> None:
+        with self._beginning:
+            if self._restart is None or not self._restart():
+                super().fetch_due()
 
     def _parcels(self) -> list[Parcel[ShardInfo]]:
         """Return the checkpoints of which all shards are known, newest first."""
@@ -249,6 +259,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
     def goes_on_from(self, newest: CheckpointInfo | None) -> None:
         """Forget the shards of other histories: training continues from this checkpoint."""
         self._accepting = False
+        self._restart = None
         self._known.clear()
         self._missed = None
         self.newest_step = self.resume_step = -1 if newest is None else newest.step
@@ -261,13 +272,30 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         missed = self._missed
         return "" if missed is None else self._why(missed)
 
-    def collect_rest(self) -> None:
-        """Wait until what the hosts still have is collected; called from another thread."""
+    def collect_rest(self, restart: Callable[[], bool]) -> None:
+        """Wait until what the hosts still have is collected; called from another thread.
+
+        A checkpoint that comes later is newer than the one that training continues from, but of a
+        history that it abandons. So nothing is fetched until :meth:`goes_on_from` is called.
+
+        Args:
+            restart: returns whether that is still to be expected.
+        """
+        self._restart = None
         self._idle.wait()  # shards of an earlier leader may still be being collected
         if self._missed:
             self._idle.clear()
             self._call.post(self._collect_missed)
+        while self._restart is None:
             self._idle.wait()
+            with self._beginning:
+                if self._idle.is_set():
+                    self._restart = restart
+
+    def restart_failed(self, restart: Callable[[], bool]) -> None:
+        """Fetch again, since this restart does not take place."""
+        if self._restart is restart:
+            self._restart = None
 
     def _collect_missed(self) -> None:
         """Try again to collect the missed checkpoint from the hosts that are still up."""

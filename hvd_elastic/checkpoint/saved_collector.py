@@ -46,6 +46,8 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         """Those of which was told that their host was lost."""
         self._asked: dict[str, tuple[str, HostFiles]] = {}
         """File and connection of each worker that is to load a file, and has no answer yet."""
+        self._copying: set[tuple[str, str, HostFiles]] = set()
+        """Worker, file and connection of copies that are under way: workers ask again meanwhile."""
 
     # -- reports ---------------------------------------------------------------------------
 
@@ -153,7 +155,8 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
                 agent.send(Tell(worker, SavedBrought(name, error=self._why(wanted))))
             elif name not in self._stored:
                 agent.send(Tell(worker, SavedBrought(name)))
-            else:
+            elif (copy := (worker, name, agent)) not in self._copying:
+                self._copying.add(copy)
                 threading.Thread(
                     target=self._put, args=(name, worker, agent), name="load file", daemon=True
                 ).start()
@@ -166,6 +169,7 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
             agent.put(self._folder / name, path)
         except (HvdElasticError, OSError) as failure:
             path, error = "", str(failure)
+        self._copying.discard((worker, name, agent))  # first, as the worker may ask once more
         agent.send(Tell(worker, SavedBrought(name, path, error)))
 
     # -- the end ---------------------------------------------------------------------------

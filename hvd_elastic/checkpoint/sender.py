@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
 from hvd_elastic.checkpoint.manifests import CheckpointInfo
@@ -84,13 +85,20 @@ class CheckpointSender:
 
         def run() -> None:
             brought = self._keep_trying(hosts, name, wanted)
+            called_off = not wanted()
             self._post(lambda: tell(brought))
+            agent = self._agents().get(brought.host)
+            if called_off and agent is not None:  # no worker loads it, and removes it then
+                with contextlib.suppress(HvdElasticError):
+                    agent.discard(str(PurePosixPath(brought.manifest).parent))
 
         def tell(brought: Brought) -> None:
             if not brought.error and wanted():  # else a newer generation may be training already
                 newest = brought.checkpoint
                 self.restored_from = "" if newest is None else str(newest.path)
                 self._collector.goes_on_from(newest)
+            else:
+                self._collector.restart_failed(wanted)
             done(brought)
 
         threading.Thread(target=run, name="restore", daemon=True).start()
@@ -103,7 +111,7 @@ class CheckpointSender:
                 said.add(message)
                 self._post(lambda: self._warn(message))
 
-        brought = self._try_to_bring(hosts, name, say)
+        brought = self._try_to_bring(hosts, name, wanted, say)
         for wait_s in _TRY_AGAIN_S:
             if not brought.error:
                 break
@@ -113,12 +121,18 @@ class CheckpointSender:
                 time.sleep(_LOOK_S)
             if not wanted():
                 break
-            brought = self._try_to_bring(hosts, name, say)
+            brought = self._try_to_bring(hosts, name, wanted, say)
         return brought
 
-    def _try_to_bring(self, hosts: Sequence[str], name: str, say: Callable[[str], None]) -> Brought:
+    def _try_to_bring(
+        self,
+        hosts: Sequence[str],
+        name: str,
+        wanted: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> Brought:
         try:
-            self._collector.collect_rest()
+            self._collector.collect_rest(wanted)
             newest = self._store.newest(say)
         except (HvdElasticError, OSError) as error:
             return Brought(error=f"no checkpoint can be looked for: {error}")

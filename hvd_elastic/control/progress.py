@@ -68,6 +68,8 @@ class Activity:
         waiting_s: how long the worker has waited for other ranks in it [s]; 0: it computes.
         waited_s: how long this process has waited for other ranks in all [s].
         longest_step_s, longest_wait_s: longest completed step and wait of this process [s].
+        longest_period_s: longest time of this process between two steps with which the ranks
+            agreed on what is to be done [s].
         line: current line of the script; empty unless it has computed or waited for some seconds.
         waiting_for: name of the collective it waits for; empty unless it has waited for some
             seconds.
@@ -84,6 +86,7 @@ class Activity:
     waited_s: float = 0.0
     longest_step_s: float = 0.0
     longest_wait_s: float = 0.0
+    longest_period_s: float = 0.0
     line: str = ""
     waiting_for: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
@@ -199,6 +202,11 @@ class ProgressWatch:
         if worker not in self._finished:
             return self._failure_timeout_s
         return max(self._failure_timeout_s, _AFTER_TRAINING_S)
+
+    @property
+    def longest_period_s(self) -> float:
+        """Return the longest time between two steps with which the ranks agreed [s]."""
+        return max((each.longest_period_s for each in self._activities.values()), default=0.0)
 
     def furthest(self, members: Sequence[str]) -> Position | None:
         """Return the position of the member that is furthest; None if none has reported one."""

@@ -265,11 +265,11 @@ class Growth:
                 self._join(grant)
 
     def _join(self, grant: Grant) -> None:
+        self._owner.join_host(grant)  # first: where it fails, the next look tries it again
         self.first = tuple(name for name in self.first if name != grant.host)  # lost, and back
         self._lost.pop(grant.host, None)
         self._joined[grant.grant_id] = grant.host
         self._tell(f"{grant.host} joins: {self._name(grant.grant_id)} has started")
-        self._owner.join_host(grant)
 
     def _lasts(self, grant: Grant) -> bool:
         """Return whether there is time to train on a host before it is left again."""
@@ -280,6 +280,7 @@ class Growth:
         self._leaving[grant.grant_id] = grant.host
 
     def _leave(self, grant_id: str, why: str) -> None:
+        self._owner.leave_host(grant_id)  # first, as in _join
         host = self._joined.pop(grant_id)
         self._lost.pop(host, None)
         self._unused.pop(host, None)
@@ -287,7 +288,6 @@ class Growth:
         self.at_risk.discard(host)
         self._leaving[grant_id] = host
         self._tell(f"the run leaves {host}: {why} ({self._name(grant_id)})")
-        self._owner.leave_host(grant_id)
 
     def _note_use(self, now: float) -> None:
         unused = {*self._names(now)} - {*self.run.generation_hosts}

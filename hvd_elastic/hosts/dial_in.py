@@ -75,8 +75,10 @@ class DialIn:
 
     Args:
         address: address of this machine by which the hosts reach it; only this one is listened on.
-        changed: called in other threads when a host has come or gone.
-        warn: called with the reason when a connection is refused, once for each address.
+        changed: called in other threads when a host has come or gone. If it raises an OSError, the
+            host has to dial in again.
+        warn: called with the reason when a connection is refused, once for each address, and when
+            ``changed`` has failed.
         grace_s: how long hosts try to dial in again when the link breaks [s].
         port: where to listen; 0: a free port.
         certificate: key and certificate of the run, if an earlier leader has made them.
@@ -141,11 +143,13 @@ class DialIn:
 
     def close(self) -> None:
         """Tell all hosts that there is nothing more to do, and stop listening."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            remotes = [*self._by_name.values()]
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for remote in self.hosts:
+        for remote in remotes:
             with contextlib.suppress(OSError):
                 remote.send({"end": True})
 
@@ -185,21 +189,27 @@ class DialIn:
 
     def _meet(self, peer: tuple[SecureStream, dict[str, Any]]) -> None:
         stream, first = peer
-        with contextlib.suppress(OSError):
+        try:
             if "command" in first:
                 self._take_command(stream, first["command"])
             else:
                 self._attend(self._register(stream, first))
+        except OSError:
+            stream.close()
 
     def _refuse(self, address: tuple[Any, ...], error: Exception) -> None:
         why = error.reason if isinstance(error, ssl.SSLError) else str(error)
         peer = str(address[0])
-        if peer not in self._warned and not self._closed:
-            self._warned.add(peer)
-            self._warn(
-                f"a connection from {peer} to the port for hosts was refused: it does not have the "
-                f"key of this run ({why})"
-            )
+        self._warn_once(
+            peer,
+            f"a connection from {peer} to the port for hosts was refused: it does not have the "
+            f"key of this run ({why})",
+        )
+
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._warned and not self._closed:
+            self._warned.add(about)
+            self._warn(text)
 
     def _take_command(self, stream: SecureStream, number: str) -> None:
         opened = self._awaited.pop(number, None)
@@ -218,22 +228,27 @@ class DialIn:
 
     def _register(self, stream: SecureStream, hello: dict[str, Any]) -> DialInHost:
         identity = hello["control"]
+        # Before others see the host: it takes the first message for its answer.
+        stream.send(Kind.MESSAGE, b"{}")
+        stream.has_begun(CONTROL_PATIENCE_S)
         with self._lock:
             before = next((h for h in self._by_name.values() if h.identity == identity), None)
             name = before.host.name if before else _unique(hello["name"], self._by_name)
             host = Host(name, slots=hello["slots"])
             told = {field: hello[field] for field in ("python", "python_version", "folder")}
             remote = DialInHost(host, identity, **told, control=stream)
-            self._by_name[name] = remote
+            is_late = self._closed
+            if not is_late:
+                self._by_name[name] = remote
         if before is not None:
             before.control.cut()
-        stream.send(Kind.MESSAGE, b"{}")
-        stream.has_begun(CONTROL_PATIENCE_S)
+        if is_late:
+            remote.send({"end": True})
         return remote
 
     def _attend(self, remote: DialInHost) -> None:
-        """Wait until a host has gone."""
-        self._changed()
+        """Have a host used until it has gone."""
+        self._tell_changed(remote)
         with contextlib.suppress(OSError):
             while True:
                 remote.control.receive()
@@ -243,8 +258,19 @@ class DialIn:
             is_known = self._by_name.get(name) is remote
             if is_known:
                 del self._by_name[name]
-        if is_known and not self._closed:
+        if is_known:
+            self._tell_changed(remote)
+
+    def _tell_changed(self, remote: DialInHost) -> None:
+        """Call ``changed``; where that fails, the host has to dial in again."""
+        if self._closed:
+            return
+        try:
             self._changed()
+        except OSError as error:  # such as a full disk
+            text = f"host {remote.host.name} has come or gone, which cannot be recorded: {error}"
+            self._warn_once(text, text)
+            remote.control.cut()
 
 
 def _unique(name: str, taken: dict[str, DialInHost]) -> str:

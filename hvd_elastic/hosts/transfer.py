@@ -17,13 +17,16 @@ _CHUNK_BYTES = 1 << 20
 # A transfer without any data for this time has failed.
 _SILENCE_S = 60.0
 # Marks the start of the file, since shell start-up files may print something before.
-_MARK = b"\x01hvd-elastic-file\n"
-_READ = 'printf "\\001hvd-elastic-file\\n" && exec cat -- "$1"'
-# A lost connection looks like the end of the file, so the length is checked before the rename.
+_START = b"\x01hvd-elastic-file\n"
+# Marks its end: if the connection breaks while the last bytes are on their way, the exit status may
+# have arrived before. A size could not tell that, since a file may change while it is read.
+_END = b"\x01hvd-elastic-end\n"
+_READ = 'printf "\\001hvd-elastic-file\\n" && cat -- "$1" && printf "\\001hvd-elastic-end\\n"'
+# A lost connection looks like the end of the file, so the length is checked before the rename. Each
+# call has a file of its own: two that wrote one would leave a hole in it, of the right length.
 _WRITE = (
-    'umask 077; mkdir -p -- "$(dirname -- "$1")" && cat > "$1.part" && '
-    'test "$(wc -c < "$1.part")" -eq "$2" && mv -- "$1.part" "$1" || '
-    '{ rm -f -- "$1.part"; exit 1; }'
+    'umask 077; part="$1.part.$$"; mkdir -p -- "$(dirname -- "$1")" && cat > "$part" && '
+    'test "$(wc -c < "$part")" -eq "$2" && mv -- "$part" "$1" || { rm -f -- "$part"; exit 1; }'
 )
 
 
@@ -39,18 +42,22 @@ def receive_file(
     try:
         process.stdin.close()
         before = b""
-        while _MARK not in before:
+        while _START not in before:
             chunk = process.stdout.read(_CHUNK_BYTES, _SILENCE_S)
             if not chunk:
                 break
             before += chunk
-        _, marked, first = before.partition(_MARK)
-        if first:
-            write(first)
-        while marked and (chunk := process.stdout.read(_CHUNK_BYTES, _SILENCE_S)):
-            write(chunk)
-        if process.wait(_SILENCE_S) != 0:
-            raise _failed(connection, f"{remote} cannot be fetched", process.last_line)
+        _, started, data = before.partition(_START)
+        while True:
+            write(memoryview(data)[: -len(_END)])
+            last = data[-len(_END) :]
+            if not (started and (chunk := process.stdout.read(_CHUNK_BYTES, _SILENCE_S))):
+                break
+            data = last + chunk
+        status = process.wait(_SILENCE_S)
+        if status != 0 or last != _END:
+            why = process.last_line if status else ""
+            raise _failed(connection, f"{remote} cannot be fetched", why)
     except TimeoutError as error:
         raise _failed(connection, f"{remote} cannot be fetched", "nothing came for 60 s") from error
     finally:

@@ -284,8 +284,7 @@ class Daemon:
             if progress.trained_at is not None:
                 self._losses.pop(job.number, None)
             return
-        ending = progress.ending
-        if ending is not None and ending.at >= (job.started_at or 0.0):
+        if (ending := self._runs.ending(job)) is not None:
             if all(map(self._health.is_judged, progress.hosts.unfit)):  # else in a moment
                 self._run_ended(job, ending.status, ending.message)
         elif self._runs.failed_to_begin(job):
@@ -449,8 +448,12 @@ class Daemon:
     def _start(self, job: Job, held: Mapping[str, int]) -> None:
         """Start a leader; if that raises RunError (a full disk), the job is led on when it can."""
         started = self._queue.started(job, held)
-        environment = self._store.environment(started)
-        self._runs.start(started, self._hosts.known.values(), environment)
+        try:
+            environment = self._store.environment(started)
+            self._runs.start(started, self._hosts.known.values(), environment)
+        except RunError:
+            self._runs.ask_anew(started)
+            raise
 
     # -- decisions -------------------------------------------------------------------------
 

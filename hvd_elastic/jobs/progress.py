@@ -168,11 +168,12 @@ class Ending:
     """End of a run.
 
     Attributes:
-        at: when [Unix s].
+        at, mono: when, by the wall clock [Unix s] and by the monotonic clock of the machine [s].
         status: ``succeeded``, ``failed`` or ``stopped``.
     """
 
     at: float
+    mono: float
     status: str
     message: str
 
@@ -182,7 +183,7 @@ class RunProgress:
 
     Attributes:
         ending: how the run ended; None: it runs, as far as its events say.
-        began_at: when its present or last leader began [Unix s]; None: none has.
+        began: event with which its present or last leader began; None: none has.
         cut_off_at: when its leader noted last that it hears from none of its hosts [Unix s].
         is_tried: whether the daemon has tried those hosts since.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
@@ -190,7 +191,7 @@ class RunProgress:
 
     def __init__(self) -> None:
         self.ending: Ending | None = None
-        self.began_at: float | None = None
+        self.began: ev.RunStarted | None = None
         self.cut_off_at, self.is_tried = 0.0, False
         self.trained_at: float | None = None
         self.hosts = RunHosts()
@@ -214,13 +215,13 @@ class RunProgress:
     def _note_event(self, event: ReadEvent) -> None:
         match event:
             case ev.RunStarted():
-                self.ending, self.began_at = None, event.t
+                self.ending, self.began = None, event
             case ev.LeaderCutOff():
                 self.cut_off_at, self.is_tried = event.t, False
             case ev.RescaleFinished():
                 self.trained_at = event.t
             case ev.RunFinished(status=status, message=message):
-                self.ending = Ending(event.t, status, message)
+                self.ending = Ending(event.t, event.mono, status, message)
 
 
 class ClaimedHosts:

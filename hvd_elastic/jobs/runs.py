@@ -19,7 +19,7 @@ from hvd_elastic.jobs.keeper import STARTING_S, BeginLeader
 from hvd_elastic.jobs.keeper_link import Follow, Forget, Grant, Lead, News, StopRun, Tell, Trouble
 from hvd_elastic.jobs.keepers import Keepers
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.jobs.progress import ClaimedHosts, RunProgress
+from hvd_elastic.jobs.progress import ClaimedHosts, Ending, RunProgress
 from hvd_elastic.jobs.secrets import INDEX_VARIABLE
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.own_files import user_words
@@ -51,6 +51,7 @@ class _Run:
         pid: process id of its leader; 0: not known.
         given: most slots of each host that this attempt was given; None: not known.
         claimed: the hosts that its events name.
+        attempt, began: the last attempt that this daemon has started, and when [s, monotonic].
     """
 
     user: int | None = None
@@ -63,6 +64,8 @@ class _Run:
     pid: int = 0
     given: dict[str, int] | None = None
     claimed: ClaimedHosts = field(default_factory=ClaimedHosts)
+    attempt: int = 0
+    began: float = 0.0
 
 
 class JobRuns:
@@ -266,10 +269,16 @@ class JobRuns:
         run = self._runs.setdefault(job.run_id, _Run(request.user))
         run.is_followed = run.is_known = True
         run.news, run.pid, run.given = None, 0, dict(job.held)
+        run.attempt, run.began = job.attempts, time.monotonic()
         origin = (self._place.name, job.number)
         told = (fields, *origin, dict(environment), request.secret)
         lead = Lead(job.run_id, job.attempts, run.offset, text, *told)
         self._keepers.send(request.user, lead)
+
+    def ask_anew(self, job: Job) -> None:
+        """Ask the keeper who leads a run: nobody, if a leader of this attempt was not started."""
+        run = self._run(job)
+        run.news, run.is_followed, run.is_known = None, False, False
 
     def is_led(self, job: Job) -> bool:
         """Return whether a process leads the run of a job, or is about to."""
@@ -292,9 +301,27 @@ class JobRuns:
         news = self._run(job).news
         return news is not None and news.is_own and not self._has_begun(job)
 
+    def ending(self, job: Job) -> Ending | None:
+        """Return how the present attempt of a job ended; None: it has not, as far as is known."""
+        ending = self.progress(job).ending
+        if ending is not None and self._is_of_attempt(job, ending.at, ending.mono):
+            return ending
+        return None
+
     def _has_begun(self, job: Job) -> bool:
-        began = self.progress(job).began_at
-        return began is not None and began >= (job.started_at or 0.0)
+        began = self.progress(job).began
+        return began is not None and self._is_of_attempt(job, began.t, began.mono)
+
+    def _is_of_attempt(self, job: Job, at: float, mono: float) -> bool:
+        """Return whether an event of these times belongs to the present attempt of a job.
+
+        The wall clock may have been set back since, so it counts only if another daemon started
+        the attempt, perhaps before the machine was.
+        """
+        run = self._run(job)
+        if run.attempt == job.attempts:
+            return run.began <= mono <= time.monotonic()
+        return at >= (job.started_at or 0.0)
 
     def stop(self, job: Job, reason: str) -> None:
         """Ask the leader of a job's run to end it with a last checkpoint; asks only once."""

@@ -7,6 +7,7 @@ import time
 
 from msgspec.structs import replace
 
+from hvd_elastic.agent.spool import SENT_CHECKPOINT
 from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
@@ -162,7 +163,7 @@ class Executor:
         """Announce a generation; if no worker holds the state, send a checkpoint to it first."""
         if command.root is None and command.restore:
             hosts = list(dict.fromkeys(member.host for member in command.members))
-            folder = f"restore-{command.generation}"
+            folder = f"{SENT_CHECKPOINT}{command.generation}"
             wanted = functools.partial(self._is_forming, command.generation)
             done = functools.partial(self._restore, command)
             self._fetching.sender.bring(hosts, folder, wanted, done)

@@ -172,7 +172,7 @@ class Leader:
         executor = self._executor = Executor(run, fetching, has_checkpoint=resumed)
         liveness = self._liveness = LivenessWatch(run, executor)
         failover = self._failover = Failover(run, executor, lead=self._lead_found)
-        stopping = self._stopping = Stopping(run, executor, failover)
+        stopping = self._stopping = Stopping(run, executor, failover, fetching, liveness)
         self._steering = Steering(run, executor, stopping, fetching)
         self._reports = Reports(run, executor, fetching, liveness, stopping)
 

@@ -32,6 +32,11 @@ class LivenessWatch:
         """Note that a worker's training function returned."""
         self._watch.finished(worker)
 
+    @property
+    def longest_period_s(self) -> float:
+        """Return the longest time between two steps with which the ranks agreed [s]."""
+        return self._watch.longest_period_s
+
     def give_up_silent(self, now: float) -> float | None:
         """Give up silent hosts and workers; called often.
 

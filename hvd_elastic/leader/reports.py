@@ -238,6 +238,7 @@ class Reports:
                     progress.passed(progress.written)
                 checkpoints.written(host, self._run.agents.by_host[host], said)
             case msg.CheckpointFailed(message=text):
+                self._stopping.shard_failed()
                 checkpoints.failed(host, text)
             case msg.FileSaved(file=saved, seconds=seconds):
                 self._fetching.saved.saved(host, self._run.agents.by_host[host], saved, seconds)

@@ -23,6 +23,7 @@ from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.failover.failover import Failover
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun
+from hvd_elastic.leader.liveness import LivenessWatch
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.run_events import CommandDone, ReadEvent
 from hvd_elastic.wire.messages import SaveState
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
     from hvd_elastic.leader.scaling import Scaler
 
 
-_CHECKPOINT_S = 10.0
-"""How long a stop waits for the last checkpoint [s], beside the time to notice a frozen worker."""
+_PERIODS = 3.0
+"""How many of the longest periods a stop waits for the last checkpoint. A period in flight may have
+sent its requests before, so the ranks agree on the checkpoint at the end of the next one."""
+_OTHERS_S = 60.0
+"""How long a stop waits for the other shards of the last checkpoint after the first one [s]."""
 _ASK_OTHERS_S = 2.0
 """Time for the first worker to respond before all are asked [s]; it does so after its step."""
 _ASK_AGAIN_S = 5.0
@@ -53,16 +57,27 @@ class Stopping:
 
     Args:
         failover: a takeover is awaited before the run is stopped.
+        fetching: says how long a checkpoint takes.
+        liveness: says how long steps take.
 
     Attributes:
         cause: why the run is to stop; None: it is not.
         hears_sigterm: whether SIGTERM stops the run; not where its leader has that signal blocked.
     """
 
-    def __init__(self, run: LedRun, executor: Executor, failover: Failover) -> None:
+    def __init__(
+        self,
+        run: LedRun,
+        executor: Executor,
+        failover: Failover,
+        fetching: Fetching,
+        liveness: LivenessWatch,
+    ) -> None:
         self._run = run
         self._executor = executor
         self._failover = failover
+        self._fetching = fetching
+        self._liveness = liveness
         self._last: LastCheckpoint | None = None
         """The last checkpoint, while it is waited for."""
         self.cause: StopCause | None = None
@@ -112,7 +127,7 @@ class Stopping:
         progress, now = self._run.progress, time.monotonic()
         if self._run.spec.checkpoint_every_s and (progress.reached.step or not progress.is_known):
             # The others cannot reach a step boundary until a frozen worker counts as lost.
-            patience_s = _CHECKPOINT_S + self._run.spec.failure_timeout_s
+            patience_s = self._fetching.reserve_s + self._run.spec.failure_timeout_s
             self._last = LastCheckpoint(now, patience_s, step=progress.reached.step)
             self.ask_for_last_checkpoint(now)
         else:
@@ -122,6 +137,7 @@ class Stopping:
         """Ask for the last checkpoint, or give it up; called often while this leader leads."""
         if self._last is None:
             return
+        self._last.wait_for_periods(self._liveness.longest_period_s)
         machine = self._executor.machine
         holders = machine.state_holders
         if not holders or now >= self._last.deadline:
@@ -135,7 +151,12 @@ class Stopping:
     def shard_written(self, step: int) -> None:
         """Note that a worker has written its shard of the checkpoint of ``step``."""
         if self._last is not None:
-            self._last.written(step)
+            self._last.written(step, time.monotonic())
+
+    def shard_failed(self) -> None:
+        """Note that a worker could not write its shard of a checkpoint."""
+        if self._last is not None:
+            self._last.failed(time.monotonic())
 
     def checkpoint_kept(self, newest_step: int) -> None:
         """Stop the run if the checkpoint of ``newest_step``, now complete, is its last one."""
@@ -162,7 +183,7 @@ class LastCheckpoint:
 
     Args:
         now: when it is requested [s].
-        patience_s: how long to wait for it [s].
+        patience_s: how long to wait for it [s], beside the steps until the ranks agree on it.
         step: last step that is known to be done; 0 if unknown. Only a checkpoint of this step or
             a later one counts.
 
@@ -171,14 +192,17 @@ class LastCheckpoint:
     (['rank 0'], [])
     >>> last.whom_to_ask(["rank 1"], 2.0)
     ['rank 1']
-    >>> last.written(90)
+    >>> last.written(90, 3.0)
     >>> last.is_kept(60), last.is_kept(90)
     (False, True)
     """
 
     def __init__(self, now: float, patience_s: float, *, step: int) -> None:
         self.deadline = now + patience_s
+        self._begun = now
+        self._patience_s = patience_s
         self._step = step
+        self._failed = False
         self._ask_at = now
         self._asked = False
         self._written = math.inf
@@ -201,10 +225,29 @@ class LastCheckpoint:
         """Note that the newest state among the surviving workers is that of ``step``."""
         self._step = min(self._step, step)
 
-    def written(self, step: int) -> None:
+    def wait_for_periods(self, longest_s: float) -> None:
+        """Wait long enough for the ranks to agree.
+
+        Args:
+            longest_s: longest time between two steps with which they agree [s].
+        """
+        if not self._failed:
+            until = self._begun + self._patience_s + _PERIODS * longest_s
+            self.deadline = max(self.deadline, until)
+
+    def written(self, step: int, now: float) -> None:
         """Note that a worker has written its shard of the checkpoint of ``step``."""
-        if step >= self._step:
-            self._written = min(self._written, step)
+        if step < self._step:
+            return
+        # The first shard alone prolongs the wait, since workers that are asked again write again.
+        if self._written == math.inf and not self._failed:
+            self.deadline = max(self.deadline, now + _OTHERS_S)
+        self._written = min(self._written, step)
+
+    def failed(self, now: float) -> None:
+        """Note that a worker could not write a shard, so that waiting longer is of little use."""
+        self._failed = True
+        self.deadline = min(self.deadline, now + self._patience_s)
 
     def is_kept(self, newest_step: int) -> bool:
         """Return whether the checkpoint of step ``newest_step`` is the requested one or newer."""

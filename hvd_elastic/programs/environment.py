@@ -3,18 +3,21 @@
 Input (JSON on stdin): {"do": a function of ``ACTIONS``, …: its arguments}. Output: what it returns.
 
 An environment is copied to a folder beside its place (``new_name``), and gets its name when it is
-complete and checked.
+complete and checked. Hosts may share the folder: one of them renames it, under a name of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,9 @@ NEW, OLD = ".hvd_elastic-new", ".hvd_elastic-old"
 # File in an environment that was installed by a copy; its content names the copy.
 STAMP = ".hvd_elastic-installed"
 PYTHON_S = 20.0
+# How long another host that shares the folder may take to rename the environment.
+WAIT_S = 120.0
+PAUSE_S = 0.1
 MOST_NAMED = 3
 
 
@@ -123,37 +129,68 @@ def seed(prefix: str) -> None:
     """Begin the new environment with the files of the present one, as hard links.
 
     A copy does not write into files, it replaces them. Where links cannot be made, all is copied.
+    What a killed switch has left is taken up again.
     """
     new = new_name(prefix)
+    for claimed in claims(prefix):
+        if not os.path.isdir(new):  # noqa: PTH112
+            with contextlib.suppress(OSError):
+                claimed.rename(new)
     if os.path.isdir(prefix) and not os.path.isdir(new):  # noqa: PTH112
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(prefix, new, symlinks=True, copy_function=os.link)
+
+
+def claims(prefix: str) -> list[Path]:
+    """Return new environments that a host is renaming, or was when it was killed."""
+    return sorted(map(Path, glob.glob(glob.escape(new_name(prefix)) + "-*")))  # noqa: PTH207
 
 
 def switch(prefix: str, stamp: str) -> str:
     """Give the new environment its name, and remove the old one; return why not, or ""."""
     new, old = Path(new_name(prefix)), Path(prefix + OLD)
     if not new.is_dir():
-        # Another host that has the same folder was faster.
-        with contextlib.suppress(OSError):
-            if Path(prefix, STAMP).read_text() == stamp:
-                return ""
-        return f"{new} is gone; call again"
+        return wait_for_stamp(prefix, stamp)
     why = in_use(prefix)
     if why:
         return why
-    (new / STAMP).write_text(stamp)
-    if os.path.isdir(prefix):  # noqa: PTH112
-        shutil.rmtree(str(old), ignore_errors=True)
-        os.rename(prefix, str(old))  # noqa: PTH104
+    claimed = Path(f"{new}-{secrets.token_hex(4)}")
+    # Of hosts that have the same folder, the rename succeeds on one.
+    with contextlib.suppress(FileNotFoundError):
+        new.rename(claimed)
+    if not claimed.is_dir():
+        return wait_for_stamp(prefix, stamp)
     try:
-        new.rename(prefix)
+        with contextlib.suppress(FileNotFoundError):
+            (claimed / STAMP).unlink()  # a hard link to that of the old one
+        (claimed / STAMP).write_text(stamp)
+        if os.path.isdir(prefix):  # noqa: PTH112
+            shutil.rmtree(str(old), ignore_errors=True)
+            os.rename(prefix, str(old))  # noqa: PTH104
+        try:
+            claimed.rename(prefix)
+        except OSError:
+            if old.is_dir():
+                old.rename(prefix)
+            raise
     except OSError:
-        if old.is_dir():
-            old.rename(prefix)
+        with contextlib.suppress(OSError):
+            claimed.rename(new)
         raise
     shutil.rmtree(str(old), ignore_errors=True)
     return ""
+
+
+def wait_for_stamp(prefix: str, stamp: str) -> str:
+    """Wait until another host has given this copy its name; return why it has not, or ""."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        with contextlib.suppress(OSError):
+            if Path(prefix, STAMP).read_text() == stamp:
+                return ""
+        if time.monotonic() > deadline:
+            return f"{new_name(prefix)} is gone; call again"
+        time.sleep(PAUSE_S)
 
 
 def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
@@ -167,7 +204,10 @@ def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "hvd_elastic")
     runs = Path.home() / (home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic")
-    places = [("environment", Path(prefix + end)) for end in ("", NEW, OLD) if prefix]
+    places = []
+    if prefix:
+        paths = [Path(prefix), Path(new_name(prefix)), *claims(prefix), Path(prefix + OLD)]
+        places = [("environment", path) for path in paths]
     places += [("cache", cache), ("runs", runs)]
     found = []
     for name, path in places:

@@ -130,10 +130,12 @@ class RunFolder:
         parent = runs_folder() if root is None else Path(root)
         while True:
             folder = cls(parent / (new_run_id() if run_id is None else check_run_id(run_id)))
+            is_made = False
             try:
                 # Only the owner may read it: it holds paths and output of the job.
                 private_folder(parent)
                 folder.path.mkdir(mode=0o700)
+                is_made = True
                 for part in (folder.logs, folder.checkpoints, folder.commands):
                     part.mkdir(mode=0o700)
                 own = {"run_id": folder.run_id, "created": time.time()}
@@ -148,7 +150,8 @@ class RunFolder:
                     continue
                 raise RunError(folder._in_use()) from error
             except OSError as error:
-                shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
+                if is_made:
+                    shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
                 raise RunError(
                     f"cannot make the run folder {folder.path}: {error.strerror}. Free space or "
                     "fix the permissions there, or set HVD_ELASTIC_HOME to a folder on another "

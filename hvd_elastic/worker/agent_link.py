@@ -163,14 +163,15 @@ class AgentLink:
 
     def bring_saved(self, name: str) -> msg.SavedBrought:
         """Have the leader bring the newest saved file of this name to this host; blocks."""
-        self._brought = None
         with self._change:
-            while self._brought is None or self._brought.name != name:
+            while True:
+                self._brought = None
                 self.send(msg.SavedWanted(name))  # again, as the next leader may not know of it
                 ended = time.monotonic() + _ASK_AGAIN_S
-                while self._brought is None and time.monotonic() < ended:
+                while time.monotonic() < ended:
                     self._change.wait(_SIGNALS_S)
-            return self._brought
+                    if (brought := self._brought) is not None and brought.name == name:
+                        return brought
 
     def take_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested since the last call, and clear the request."""

@@ -57,7 +57,8 @@ class Metrics:
 
     def world_begins(self, *, first: bool, announces_pause: bool) -> None:
         """Begin to measure a generation; ``first``: the first one of this process."""
-        now = self._worker.step_clock.began = time.monotonic()
+        clock = self._worker.step_clock
+        now = clock.began = clock.agreed_at = time.monotonic()
         self._announces_pause = announces_pause
         self._rescaled_from = None if first else self._last_step
         self._window = (now, self._worker.progress.examples)
@@ -77,6 +78,9 @@ class Metrics:
             worker.sink.send(run_events.RescaleFinished(worker.generation, size, pause))
         self._last_step = now
         self.body_ended(now)
+        clock = worker.step_clock
+        clock.longest_period_s = max(clock.longest_period_s, now - clock.agreed_at)
+        clock.agreed_at = now
         if now >= self._due:
             self.send(planned)
 

@@ -88,10 +88,15 @@ class StepClock:
     Attributes:
         began: when the step in flight began [s, monotonic]; None: no step is in flight.
         longest_s: duration of the longest step [s].
+        agreed_at: when the ranks agreed last, at the end of a step or as the generation began [s,
+            monotonic].
+        longest_period_s: longest time between two such moments [s]; of LocalOptimizer a period.
     """
 
     began: float | None = None
     longest_s: float = 0.0
+    agreed_at: float = 0.0
+    longest_period_s: float = 0.0
 
 
 class Worker:
@@ -333,6 +338,7 @@ class Worker:
             waiting_s=round(waiting_s, 3),
             waited_s=round(communicator.waited_s + waiting_s, 3),
             longest_step_s=round(self.step_clock.longest_s, 3),
+            longest_period_s=round(self.step_clock.longest_period_s, 3),
             longest_wait_s=round(communicator.longest_wait_s, 3),
             line=script_line() if max(step_s, waiting_s) >= _LONG_S else "",
             reading=self.input_times.reading(),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -493,10 +493,8 @@ class RunningJob:
                     if process.name() not in self.stage.services:
                         yield host, process.cmdline()
             # Sockets in the abstract namespace are of a network namespace.
-            for pid in sorted(cluster.pids(host, system=True))[:1]:
-                table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
-                of_host = hosts is None or not cluster.loopback
-                if f"hvd_elastic/{self.run_id}/" in table and of_host:
+            if hosts is None or not cluster.loopback:
+                if f"hvd_elastic/{self.run_id}/" in _sockets(cluster.pids(host, system=True)):
                     yield host, f"socket of run {self.run_id}"
             if (spool := self.home / "spool" / self.run_id / host).exists():
                 yield spool
@@ -510,6 +508,15 @@ class RunningJob:
 
     def _left_processes(self) -> list[psutil.Process]:
         return [*_our_processes(self.run_id), *(agent for _, agent in self._agents())]
+
+
+def _sockets(pids: Iterable[int]) -> str:
+    """The unix sockets that these processes see, which are of one host; empty if none lives."""
+    for pid in sorted(pids):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if table := Path(f"/proc/{pid}/net/unix").read_text(errors="replace"):
+                return table
+    return ""
 
 
 def _is_left_on_purpose(left: Any) -> bool:

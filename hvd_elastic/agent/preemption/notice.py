@@ -118,13 +118,16 @@ class CommandWatch:
         """Run the command; return its exit status (infinite if it timed out) and its output."""
         self._ended = asyncio.get_running_loop().create_future()
         # In its own session, so that its child processes can be ended with it.
-        process = self._running = subprocess.Popen(
-            ["/bin/sh", "-c", self._command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            process = self._running = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:  # no memory, or no process or descriptor left; perhaps the next time
+            return _NOT_STARTED[0], ""
         assert process.stdout is not None
         with process.stdout as pipe:
             os.set_blocking(pipe.fileno(), False)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvd_elastic.engines.cloud.engine import CloudHosts, using
+from hvd_elastic.engines.cloud.provider import CloudError
 from hvd_elastic.engines.cloud.records import CloudFolder
 from hvd_elastic.engines.growth import asking
+from hvd_elastic.formatting import duration_words
 from hvd_elastic.jobs.hosts import rows_without_daemon
 from hvd_elastic.jobs.job import Hosts, JobKind, JobStatus
 from hvd_elastic.jobs.place import ClusterFolder
@@ -70,10 +72,29 @@ def cloud_cluster(
         finally:
             rows = rows_without_daemon(place) if place.daemon() else ()
             if any(row["jobs"] or row["occupied"] for row in rows):
-                hosts.stay()
-                tell(f"jobs continue, so their machines stay: hvd-elastic cloud down {cloud.name}")
+                _leave(hosts, place.name, tell)
             else:
                 hosts.end()
+
+
+def _leave(hosts: CloudHosts, cluster: str, tell: Callable[[str], None]) -> None:
+    """Have the machines stay for the jobs that continue, and report which will not."""
+    name = hosts.machines.definition.name
+    try:
+        failed = hosts.stay()
+    except CloudError as error:
+        failed, lost = {"": str(error)}, "the machines"
+    else:
+        lost = f"machine{'s' * (len(failed) > 1)} {', '.join(failed)}"
+    if failed:
+        tell(
+            f"jobs continue, but {lost} will end within "
+            f"{duration_words(hosts.machines.lease_s)}, since the lease could not be renewed: "
+            f"{'; '.join(dict.fromkeys(failed.values()))}. Start the daemon again before then: "
+            f"hvd-elastic up --cloud {name} --name {cluster}"
+        )
+    else:
+        tell(f"jobs continue, so their machines stay: hvd-elastic cloud down {name}")
 
 
 def _needs(place: ClusterFolder, slots: int, slots_per_host: int) -> tuple[int, bool]:

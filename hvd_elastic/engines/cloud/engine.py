@@ -44,6 +44,8 @@ _LOOK_S = 5.0
 _WAIT_S, _LONGEST_WAIT_S = 1.0, 10.0
 _RENEWALS = 4
 """How often a lease is renewed before it would end."""
+_STAY_TRIES = 3
+"""How often a lease is tried to be renewed for the last time."""
 _LEAVE_BEFORE_S = 120.0
 """How long before the deadline of its machines a run is stopped [s]: it writes a checkpoint."""
 _GIVE_BACK_AFTER_S = 120.0
@@ -278,15 +280,35 @@ class CloudHosts:
 
     def end(self) -> None:
         """End the machines that the run or cluster has asked for; those of ``cloud up`` stay."""
+        self.machines.close()
         by = self.machines.by
         if tokens := self.machines.started_by(by):
             ended = self.machines.end_all(tokens)
             self._tell(f"{count(ended, 'machine')} of the {by.split()[0]} ended")
 
     def stay(self) -> dict[str, str]:
-        """Have the machines stay up to their deadline; return why some cannot, by id."""
-        renewed = self._reach.renew(self.machines.live(), max(1.0, self.machines.left_s))
-        return {each: why for each, why in renewed.items() if why}
+        """Have the machines stay up to their deadline; return why some cannot, by id.
+
+        Raises:
+            CloudError: the provider does not answer.
+        """
+        self.machines.close()
+        try:
+            left = self.machines.live()
+        except CloudError:
+            left = [each for each in self._there.values() if each.is_live]
+            if not left:
+                raise
+        failed: dict[str, str] = {}
+        for number in range(_STAY_TRIES):
+            if number:
+                time.sleep(_WAIT_S)
+            renewed = self._reach.renew(left, max(1.0, self.machines.left_s))
+            failed = {each: why for each, why in renewed.items() if why}
+            left = [each for each in left if each.id in failed]
+            if not left:
+                break
+        return failed
 
     def _write(self) -> None:
         """Have the hostfile name the machines that have joined."""

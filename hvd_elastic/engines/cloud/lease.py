@@ -85,6 +85,8 @@ def renew_lease(connection: Connection, lease_s: float) -> None:
     """
     text = f"[ -e {LEASE_FILE} ] && echo {lease_s:.1f} > {LEASE_FILE}"
     result = connection.run(["sh", "-c", text], timeout_s=_LIMIT_S)
+    if result.exit_status < 0:
+        raise SshError(f"host {connection.host.name}: the connection was lost")
     if not result.ok:
         said = result.stderr.decode(errors="replace").strip()
         raise SshError(

@@ -6,6 +6,7 @@ when the provider says that it has ended.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import time
@@ -121,6 +122,7 @@ class Machines:
         self._offers_until = -math.inf
         self._seen_intents: dict[str, float] = {}
         """Since when this process knows of orders, by token [monotonic s]."""
+        self._is_closed = False
 
     @property
     def tags(self) -> dict[str, str]:
@@ -291,6 +293,8 @@ class Machines:
     def _order(self, offer: Offer, number: int) -> list[Machine]:
         """Send an order that is on disk before."""
         with self.folder.changing():
+            if self._is_closed:
+                raise RunError(f"the {self.by or 'command'} ends, so it asks for no machine")
             self.definition = self.folder.read()
             if self.definition.ending:
                 raise RunError(f"cloud {self.definition.name} is being ended: cloud down")
@@ -340,6 +344,13 @@ class Machines:
         raise CloudError("the order was not answered, and has started no machine")
 
     # -- the end ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Send no more orders, and return when none is being sent: a thread may be about to."""
+        self._is_closed = True
+        if self.folder.exists:  # else ``cloud down`` has removed it
+            with contextlib.suppress(OSError), self.folder.changing():
+                pass
 
     def stop(self, ids: Sequence[str]) -> None:
         """Have machines terminated for good.

@@ -81,7 +81,10 @@ class Reach:
             with connect(host, self.options) as connection:
                 stopper.add_action(connection.close)
                 # Before the lease, which a program of Python keeps.
-                if not connection.run(["sh", "-c", "command -v python3"], _LIMIT_S).ok:
+                found = connection.run(["sh", "-c", "command -v python3"], _LIMIT_S)
+                if found.exit_status < 0:
+                    raise SshError(f"host {host.name}: the connection was lost")
+                if not found.ok:
                     raise UnfitError(
                         f"host {host.name}: there is no python3: take an image that has Python"
                     )

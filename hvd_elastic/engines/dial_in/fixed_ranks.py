@@ -93,7 +93,6 @@ class FixedRanks:
             RunError: it raised an exception, or ranks were lost too often.
         """
         for restarts in range(MOST_RESTARTS + 1):
-            self._hosts.wait_for(self._size, self._check, calm_s=0.0, least=self._size)
             attempt = _Attempt(self._places(), self._show)
             try:
                 ended = attempt.run(self._hosts, self._run_id, restarts)
@@ -125,7 +124,12 @@ class FixedRanks:
             time.sleep(_LOOK_S)
 
     def _places(self) -> list[tuple[DialInHost, int]]:
-        places = [(host, slot) for host in self._hosts.hosts for slot in range(host.host.slots)]
+        """Return the host and slot of each rank, as soon as there are enough hosts."""
+        places: list[tuple[DialInHost, int]] = []
+        while len(places) < self._size:  # a host may go at the moment when all are there
+            self._hosts.wait_for(self._size, self._check, calm_s=0.0, least=self._size)
+            hosts = self._hosts.hosts
+            places = [(host, slot) for host in hosts for slot in range(host.host.slots)]
         return places[: self._size]
 
     def _value(self, attempt: _Attempt, ended: list[_Ended]) -> Any:
@@ -247,7 +251,7 @@ class _Attempt:
             (length,) = LENGTH.unpack(head)
             data = _exactly(process, length)
             if len(data) == length:
-                outcome = Outcome.unpack(data)
+                outcome = _unpacked(data)
                 self._events.put(_Told(rank))
         status = process.wait()
         process.wait_drained(_CONSEQUENCES_S)
@@ -296,6 +300,17 @@ def _exactly(process: RemoteProcess, size: int) -> bytes:
             break
         data += chunk
     return bytes(data)
+
+
+def _unpacked(data: bytes) -> Outcome:
+    """Return the outcome of a rank; if it cannot be read, one with that error."""
+    try:
+        return Outcome.unpack(data)
+    except Exception as error:  # noqa: BLE001  # unpickling may raise any
+        return Outcome(
+            error=f"its outcome cannot be read here ({type(error).__name__}: {error}). Install the "
+            "same version of hvd_elastic and of Python on the host and on this machine"
+        )
 
 
 def _first_lost(ended: list[_Ended]) -> _Ended | None:

@@ -33,6 +33,7 @@ from hvd_elastic.worker.launch import OtherLauncherError
 
 _LOOK_S = 0.1
 """Time between two looks whether there is a new process group [s]."""
+_CHUNK_BYTES = 1 << 16
 _OF_FIXED_RANKS = re.compile(r"\b((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)\b")
 """Variables of torchrun, by which a function that needs fixed ranks fails without them."""
 
@@ -87,6 +88,8 @@ def _run_elastic(folder: Path) -> None:
 
 def _run_fixed(folder: Path) -> None:
     os.environ.update(json.loads(sys.stdin.buffer.readline()))
+    link = threading.Thread(target=_end_with, args=(os.dup(0),), name="link", daemon=True)
+    link.start()
     null = os.open(os.devnull, os.O_RDONLY)  # whoever reads from here finds the end at once
     os.dup2(null, 0)
     os.close(null)
@@ -121,6 +124,17 @@ def _run_fixed(folder: Path) -> None:
     with channel:
         channel.write(LENGTH.pack(len(data)) + data)
     sys.exit(status)
+
+
+def _end_with(stdin: int) -> None:
+    """End this process when the original standard input ends.
+
+    The driver holds it open until the rank has ended. If the link to the driver breaks, the driver
+    starts all ranks again, also on this host. The host's process ends the children of this one.
+    """
+    while os.read(stdin, _CHUNK_BYTES):
+        pass
+    os._exit(1)
 
 
 def _keep_process_groups() -> None:

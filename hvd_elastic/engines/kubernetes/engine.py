@@ -81,7 +81,9 @@ def kubernetes_engine(
         tell: called with what is done, in words.
 
     Raises:
-        RunError: the service account does not suffice, or the run was stopped before it began.
+        ApiError: the API server refuses a call, or is away for too long. If it is away, hosts and
+            pods stay: the Job makes another leader, which continues with them.
+        RunError: the run was stopped before it began.
     """
 
     def check() -> None:
@@ -95,6 +97,7 @@ def kubernetes_engine(
     owned = {"ownerReferences": [{**owner, "controller": False, "blockOwnerDeletion": False}]}
     pod["metadata"] |= owned
     pods = Pods(hosts, api, pod, start_limit_s, tell)
+    is_over = True
     try:
         notice_s = pod["spec"]["terminationGracePeriodSeconds"] - _MARGIN_S
         invitation = {
@@ -106,17 +109,22 @@ def kubernetes_engine(
         }
         _tell_invitation(api, owner["name"], owned, invitation)
         growth = Growth(pods, limits, spec, tell)
-        least = max(limits.least, min(len(pods.list()), limits.most))  # some of an earlier leader
+        earlier = len(pods.list(PATIENCE_S))  # pods of an earlier leader
+        least = max(limits.least, min(earlier, limits.most))
         with growing(growth, folder, tell), _draining(folder, hosts, pods):
             tell(f"waiting for {count(least, 'pod')}")
             slots, fewest = least * limits.slots_per_host, limits.least * limits.slots_per_host
             hosts.wait_for(slots, check, _RETURN_S, fewest, math.inf)
             yield hosts
+    except ApiError as error:
+        is_over = not error.is_passing
+        raise
     finally:
-        hosts.close()
-        pods.delete_all()
-        with contextlib.suppress(ApiError):
-            api.call("DELETE", f"secrets/{owner['name']}")
+        if is_over:
+            hosts.close()
+            pods.delete_all()
+            with contextlib.suppress(ApiError):
+                api.call("DELETE", f"secrets/{owner['name']}")
 
 
 def _certificate(folder: RunFolder) -> str:

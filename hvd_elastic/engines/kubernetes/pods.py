@@ -71,16 +71,16 @@ class Pods:
         items: Sequence[Mapping[str, Any]] = found["items"]
         return items
 
-    def list(self) -> list[Grant]:
-        pods = self._all()
+    def list(self, patience_s: float = 0.0) -> list[Grant]:
+        pods = self._all(patience_s)
         self._came |= {each.host.name for each in self._dialled.dial_in.hosts}
         if self._came & {pod["metadata"]["name"] for pod in pods}:
             self._pause_s = _PAUSE_S
         going = [p["metadata"]["name"] for p in pods if "deletionTimestamp" in p["metadata"]]
         self.going = {name: self.going.get(name, time.monotonic()) for name in going}
-        return [grant for pod in pods if (grant := self._grant_of(pod)) is not None]
+        return [grant for pod in pods if (grant := self._grant_of(pod, patience_s)) is not None]
 
-    def _grant_of(self, pod: Mapping[str, Any]) -> Grant | None:
+    def _grant_of(self, pod: Mapping[str, Any], patience_s: float) -> Grant | None:
         """Return the grant that a pod is; None: it has ended, or is given up."""
         name, phase = pod["metadata"]["name"], pod["status"].get("phase", "Pending")
         if phase in ("Succeeded", "Failed"):
@@ -89,7 +89,7 @@ class Pods:
                 if name not in self._came:
                     self._pause(f"pod {name} could not be used: {why}")
             if name not in self.going:
-                self._api.call("DELETE", f"pods/{name}")
+                self._api.call("DELETE", f"pods/{name}", patience_s=patience_s)
             return None
         if name in self.going:
             self._say(name, "it is taken away (evicted, drained, preempted or deleted)")
@@ -105,7 +105,7 @@ class Pods:
             if waited_s >= self._start_limit_s:
                 why = why or f"it is {phase}, and has not reached the leader"
                 self._pause(f"pod {name} is given up after {duration_words(waited_s)}: {why}")
-                self._api.call("DELETE", f"pods/{name}")
+                self._api.call("DELETE", f"pods/{name}", patience_s=patience_s)
                 return None
         return Grant(name, phase, name, runs=has_come)
 

@@ -287,6 +287,11 @@ class AgentConnection:
         return self.info is not None
 
     @property
+    def is_starting(self) -> bool:
+        """Return whether its program has been started on the host, and has not said hello yet."""
+        return self._process.has_begun and not self.up and not self.is_gone
+
+    @property
     def is_gone(self) -> bool:
         """Return whether the agent has ended, or could not be started."""
         return self._gone.is_set()

@@ -67,6 +67,11 @@ class AgentProcess:
         self._process = self._connection.start(agent_command(self.python), on_stdout=on_stdout)
         return self._process.stdin
 
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the host could be logged in to, and the agent's program was started."""
+        return self._process is not None
+
     def wait_for_end(self) -> None:
         """Wait until it writes no more: it has ended, or ``on_stdout`` takes no more."""
         self._process.stdout.read()  # all of it is taken, so this waits for the end

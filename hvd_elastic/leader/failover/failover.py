@@ -21,6 +21,13 @@ from hvd_elastic.wire.messages import HeldRun
 
 _RETRY_S = 1.0
 """Time before an unreachable host is tried again [s]; short, since a whole run is paused."""
+_STARTING_S = 45.0
+"""How much longer a takeover waits for hosts of the last generation whose agents are starting [s].
+They take long on a busy host. If the run were led without them, their live workers would be ended,
+and training go back to a checkpoint. With :data:`TAKEOVER_S` it is less than the usual grace time,
+for which they hold out."""
+_LOOK_S = 0.25
+"""Time between two looks at whether they are [s]."""
 
 
 class Takeover:
@@ -34,6 +41,7 @@ class Takeover:
         of_engine: whether an engine owns the hosts: it can reach no others, which are not asked.
 
     Attributes:
+        latest: the same where their agents are being started, as on busy hosts [monotonic s].
         asked: hosts whose agent is started: those of the last generation and those of the
             hostfile. A host that is no longer in the hostfile may hold workers that have to end.
         postponed: messages of agents that are handled once the takeover is complete.
@@ -55,6 +63,7 @@ class Takeover:
         unwritable: CheckpointError | None = None,
     ) -> None:
         self.deadline = deadline
+        self.latest = deadline + _STARTING_S
         self.patient = patient
         self.lease_open = lease_open
         self.leased_by: Lease | None = None
@@ -117,6 +126,11 @@ class Takeover:
         asked_all = not self._open and not self.lease_open
         told = all(number <= 0 for number in self._untold.values())
         return told and (asked_all or self._held.keys() >= set(self._awaited))
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the hosts of the last generation that have not answered."""
+        return [host for host in self._awaited if host in self._open]
 
     @property
     def workers(self) -> dict[str, tuple[str, int]]:
@@ -262,7 +276,9 @@ class Failover:
     def hasten(self) -> None:
         """Wait for the hosts' answers no longer than usual from now on."""
         if self._takeover is not None:
-            self._takeover.deadline = min(self._takeover.deadline, time.monotonic() + TAKEOVER_S)
+            takeover, soon = self._takeover, time.monotonic() + TAKEOVER_S
+            takeover.deadline = min(takeover.deadline, soon)
+            takeover.latest = min(takeover.latest, soon + _STARTING_S)
 
     def retry_unreachable_hosts(self, now: float) -> None:
         """Try unreachable hosts again, and continue when the time is over; called often."""
@@ -272,14 +288,22 @@ class Failover:
             self._lead_if_complete()
 
     def _lead_if_complete(self) -> None:
-        takeover = self._takeover
-        if takeover is None or not (takeover.complete or time.monotonic() >= takeover.deadline):
+        takeover, now = self._takeover, time.monotonic()
+        if takeover is None:
+            return
+        if takeover.deadline <= now < takeover.latest and self._any_starts(takeover.missing):
+            takeover.deadline = now + _LOOK_S
+        if not takeover.complete and now < takeover.deadline:
             return
         self._takeover = None
         if takeover.leased_by is not None:
             self._give_way_for(self._run.fence.met_lease(takeover.leased_by, lost=False))
             return
         self._lead(takeover)
+
+    def _any_starts(self, hosts: list[str]) -> bool:
+        agents = self._run.agents.by_host
+        return any(agents[host].is_starting for host in hosts if host in agents)
 
     # -- other leaders ---------------------------------------------------------------------
 

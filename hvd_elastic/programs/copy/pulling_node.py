@@ -103,6 +103,9 @@ class Pull:
         self._umask = umask
         self._folders = Folders(self.place)
         self._naming = threading.Lock()
+        self._starting = threading.Lock()
+        """Held while a command is started."""
+        self._stopped = False
         self._lock = self._own = -1
         self._work = os.path.join(self.place, encode(FETCHED))
         self.fetched = os.path.join(self._work, b"files")
@@ -260,6 +263,11 @@ class Pull:
         status = self._folders.status(file.path)
         return status is not None and status.st_ctime_ns >= begun_ns
 
+    def stop(self) -> None:
+        """Start no further command; those that run are not ended."""
+        with self._starting:
+            self._stopped = True
+
     def close(self, keep: bool) -> None:
         """Release the destination for other copies.
 
@@ -292,13 +300,17 @@ class Pull:
         text = encode(fill(self._command, values))
         argv = [b"/bin/sh", b"-c", b'umask "$0"; eval "$1"', b"%03o" % self._umask, text]
         with tempfile.TemporaryFile() as errors:
-            status = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            ).wait()
+            with self._starting:
+                if self._stopped:
+                    raise CommandError("the copy has ended")
+                popen = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            status = popen.wait()
             if status == 0:
                 return
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - TOLD_BYTES))
@@ -367,6 +379,8 @@ class PullNode(Destination):
 
     def leave(self) -> None:
         """End the commands and all their child processes."""
+        if self._pull is not None:
+            self._pull.stop()
         end_processes(descendants, GRACE_S)
         super().leave()
         if self._pull is not None:

@@ -30,6 +30,7 @@ import pytest
 
 from hvd_elastic import __version__
 from hvd_elastic.agent import agent as agent_module
+from hvd_elastic.agent.failover import Caller
 from hvd_elastic.agent.leader_link import MOST_ON_THE_WAY
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
@@ -406,6 +407,50 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     agent.say(op="abort", generation=4)
     assert agent.told_by_worker() == {"kind": "abort", "generation": 4}
     assert ask("GET")[0] == 410
+
+
+def test_checkpoints_of_restarts_that_were_broken_off_are_removed(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    run_id = f"unit-{secrets.token_hex(4)}"
+    spool = tmp_path / "spool" / run_id / "node1"
+
+    def send_checkpoint(generation: int) -> Path:
+        folder = spool / f"restore-{generation}"
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "step-000000000010.json").write_text("{}")
+        return folder
+
+    of_a_killed_agent = send_checkpoint(2)
+    for folder in (spool.parent.parent, spool.parent, spool):
+        folder.chmod(0o700)
+    agent = start_agent(run_id=run_id)
+    agent.event("hello")
+    assert not of_a_killed_agent.exists()
+    old, present, next_one = map(send_checkpoint, (3, 4, 5))
+    agent.announce(4)
+    until(lambda: not old.exists(), "the one of generation 3 is removed")
+    assert present.exists()
+    assert next_one.exists()
+    spool_file(spool / "saved", lambda file: file.write(b"kept"), partial(saved_file, "kept.pt"))
+    agent.say(op="shutdown", grace_s=0.5)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert not present.exists(), "though the spool is kept"
+    assert (spool / "saved").exists()
+
+
+def test_an_agent_that_cannot_obey_ends_and_says_so(start_agent: StartAgent) -> None:
+    """It would send heartbeats on, and do nothing of what it is told."""
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    agent.announce(4, "w0")
+    agent.told_by_worker()
+    damaged = msg.PutAddresses(4, "global", 1, 0, 1, compress(b""))
+    agent.send(encode(damaged))
+    assert "the agent ends after an error: ZeroDivisionError" in agent.event("warning")["message"]
+    assert agent.process.wait(TIMEOUT_S) == 1
+    agent.wait_clean()
 
 
 @pytest.mark.parametrize(
@@ -786,6 +831,48 @@ def test_a_leader_that_dies_while_another_calls_is_none(start_agent: StartAgent)
     new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
     lose_leader(old)  # which may be seen after the call
     assert new.event("hello")["pid"] == old.process.pid
+
+
+def test_of_two_leaders_that_call_at_once_one_gets_the_agent() -> None:
+    """The agent was stopped for a while, and the lost leader's connection is closed."""
+    answers: dict[str, Message] = {}
+
+    def caller(leader: str) -> Caller:
+        read, write = os.pipe()
+        hello = leader_hello(leader=leader, take_over=True)
+        connection: Any = SimpleNamespace(
+            sendall=lambda data: answers.setdefault(leader, json.loads(data)), close=lambda: None
+        )
+        return Caller(connection, hello, b"", read, write)
+
+    async def meet() -> None:
+        opened = asyncio.Event()
+        made: Any = agent_module.Agent(io.BytesIO())
+        made._hello = leader_hello(leader="first")
+        made._workers = SimpleNamespace(hello=None)
+        made._spool = SimpleNamespace(keep_run=lambda _: None)
+        made._introduce = made._tell_of_notice = lambda **_: None
+
+        async def open_link(*pipes: IO[bytes], unread: bytes) -> None:
+            for pipe in pipes:
+                pipe.close()
+            await opened.wait()
+            made._link.is_open, made._link._heard = True, time.monotonic()
+
+        async def read_commands() -> None:
+            pass
+
+        made._link.open, made._read_commands = open_link, read_commands
+        both = [asyncio.ensure_future(made._meet(caller(name))) for name in ("second", "third")]
+        await asyncio.sleep(0)
+        opened.set()
+        await asyncio.gather(*both)
+        made._link.is_open = False  # there is no transport to close
+
+    asyncio.run(meet())
+    assert answers["second"] == {"ev": "taken"}
+    assert answers["third"]["ev"] == "refused"
+    assert answers["third"]["led"]["leader"] == "second"
 
 
 def test_a_silent_leader_is_told_who_took_over(start_agent: StartAgent) -> None:

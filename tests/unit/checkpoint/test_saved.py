@@ -46,6 +46,7 @@ class Host:
         self.info = agent_hello(spool=str(folder))
         self.why_not = ""
         self.before: Callable[[], object] = lambda: None
+        self.before_put: Callable[[], object] = lambda: None
         self.answers: queue.Queue[msg.Tell] = queue.Queue()
 
     def save(self, name: str, content: bytes, **fields: Any) -> msg.SavedFile:
@@ -80,6 +81,7 @@ class Host:
             write(content[at : at + 4096])
 
     def put(self, local: Path, remote: str) -> None:
+        self.before_put()
         Path(remote).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(local, remote)
 
@@ -258,6 +260,11 @@ def test_a_worker_that_loads_a_file_gets_the_newest_or_why_not(tmp_path: Path) -
     run.step()
     brought = answer()
     assert Path(brought.path).read_bytes() == b"best"
+    node1.before_put = lambda: run.collector.bring("best.pt", "worker-1", node1)
+    run.collector.bring("best.pt", "worker-1", node1)
+    answer()
+    assert node1.answers.empty(), "who asks again meanwhile gets one copy"
+    node1.before_put = lambda: None
     node0.why_not = "the disk is broken"
     run.told("node0", node0.save("best.pt", b"better", step=13, number=9))
     run.collector.bring("best.pt", "worker-1", node1)

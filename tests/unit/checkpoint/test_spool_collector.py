@@ -6,6 +6,7 @@ import os
 import queue
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.paths import LIMIT_S
 from tests.unit.checkpoint.test_files import spooled
 from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, checkpoint_written
+from tests.waiting import until
 
 
 class Host:
@@ -39,6 +41,7 @@ class Host:
         self.reachable = True
         self.full = False
         self.puts = 0
+        self.on_put: Callable[[], object] = lambda: None
 
     def send(self, message: msg.LeaderToAgent) -> None:
         assert isinstance(message, msg.Release)
@@ -51,6 +54,7 @@ class Host:
 
     def put(self, local: Path, remote: str) -> None:
         self.puts += 1
+        self.on_put()
         if not self.reachable:
             raise SshError(f"host {self.spool.name}: the connection is lost")
         if self.full and remote.endswith(".json"):
@@ -312,6 +316,49 @@ def test_a_resumed_run_takes_up_what_the_dead_leader_left_from_copies_too(tmp_pa
     assert [host.steps() for host in run.hosts.values()] == [[], [], []]
 
 
+@pytest.mark.parametrize("gone_on", [True, False])
+def test_what_a_late_host_completes_does_not_replace_what_training_goes_on_from(
+    tmp_path: Path, gone_on: bool
+) -> None:
+    """Step 10 is chosen and being sent to the workers when the last shard of step 15 is offered."""
+    run = Run(tmp_path, resumed=True, keep=1)
+    complete_checkpoint(run.folder, [spooled(run.folder, 10, 0, 1)], keep=1)
+    early, late = run.hosts["node1"], run.hosts["node2"]
+    for index, host in enumerate([early, late]):
+        spooled(host.spool, 15, index, 2)
+    held = [shard.manifest() for shard in find_shards(early.spool)]
+    run.collector.offered("node1", early, held)
+    is_sending, may_go_on = threading.Event(), threading.Event()
+    wanted = [True]
+
+    def pause() -> None:
+        is_sending.set()
+        assert may_go_on.wait(LIMIT_S)
+
+    run.hosts["node0"].on_put = pause
+    found: list[Brought] = []
+    run.sender.bring(["node0"], "restore-1", lambda: wanted[0], found.append)
+    assert is_sending.wait(LIMIT_S)
+    run.collector.offered("node2", late, [shard.manifest() for shard in find_shards(late.spool)])
+    run.settle()
+    wanted[0] = gone_on  # else the restart is called off meanwhile
+    may_go_on.set()
+    while not found:
+        run.calls.get(timeout=LIMIT_S)()
+    run.collector.fetch_due()
+    run.settle()
+    sent = found[0].checkpoint
+    assert sent is not None
+    assert sent.step == 10
+    assert run.collector.newest_step == (10 if gone_on else 15)
+    assert run.steps() == ([10] if gone_on else [15])
+    assert late.steps() == [], "of a history given up, or collected"
+    if gone_on:
+        run.written(12, 0, 1)
+        run.settle()
+        assert run.steps() == [12]
+
+
 def test_what_belongs_to_a_history_given_up_is_removed(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.written(10, 0, 1)
@@ -408,6 +455,7 @@ def test_a_host_that_mends_itself_gets_it_and_what_is_called_off_is_not_tried_ag
     run.written(30, 0)
     late = run.bring(wanted=lambda: False)
     assert late.host == "node0"
+    until(lambda: not Path(late.manifest).parent.exists(), "what no worker loads is removed")
     assert run.hosts["node0"].steps() == [(30, 0)], "a later generation trains, and wrote it"
 
 

@@ -54,6 +54,12 @@ def test_a_silent_worker_is_named_when_the_timeout_is_over() -> None:
     assert monitor.silent() == []
 
 
+def test_the_longest_period_is_that_of_any_worker() -> None:
+    assert watch().longest_period_s == 0.0
+    periods = {"a": Activity(longest_period_s=2.0), "b": Activity(longest_period_s=3.0)}
+    assert watch(**periods, c=Activity()).longest_period_s == 3.0
+
+
 def test_a_worker_that_has_finished_may_be_silent_for_longer() -> None:
     monitor = watch(a=Activity(silent_s=59.0), b=Activity(silent_s=6.0))
     monitor.finished("a")

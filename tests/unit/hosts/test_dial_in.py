@@ -11,8 +11,10 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +152,81 @@ def test_a_command_whose_connection_breaks_at_once_has_failed(
         with pytest.raises(SshError, match="no command can be started: the network is gone"):
             connection.start("true")
     assert connection.run("echo again").text == "again"
+
+
+def test_a_host_is_used_only_after_its_answer(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = SecureStream.send
+
+    def late(stream: SecureStream, kind: Kind, data: bytes = b"") -> None:
+        if data == b"{}":
+            time.sleep(0.1)
+        send(stream, kind, data)
+
+    monkeypatch.setattr(SecureStream, "send", late)
+    with contextlib.closing(HostProcess(leader.dial_in.invitation, "here", 1)):
+        until(leader.names)
+        assert leader.dial_in.connect(Host("here")).run("echo on").text == "on"
+
+
+def test_a_host_that_cannot_be_answered_is_not_there_and_dials_in_again(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, failed = SecureStream.send, []
+
+    def broken(stream: SecureStream, kind: Kind, data: bytes = b"") -> None:
+        if data == b"{}":
+            failed.append(leader.names())
+            raise ConnectionResetError("the network is gone")
+        send(stream, kind, data)
+
+    invitation = {**leader.dial_in.invitation, "grace_s": LONG_S}
+    with contextlib.closing(HostProcess(invitation, "here", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(SecureStream, "send", broken)
+            until(lambda: len(failed) > 1)
+            assert leader.names() == failed[1] == []
+        assert leader.connect().run("echo again").text == "again"
+
+
+def test_a_host_that_cannot_be_recorded_is_told_of_and_dials_in_again() -> None:
+    problems = [OSError("the disk is full")] * 2  # as it comes, and as it goes
+    warnings: list[str] = []
+
+    def changed() -> None:
+        if problems:
+            raise problems.pop()
+
+    made = DialIn("127.0.0.1", changed, warnings.append, grace_s=LONG_S)
+    with contextlib.closing(HostProcess(made.invitation, "here", 1)) as process:
+        until(lambda: not problems and [each.host.name for each in made.hosts] == ["here"])
+        assert made.connect(Host("here")).run("echo again").text == "again"
+        process.close()
+        until(lambda: made.hosts == [])
+    made.close()
+    assert warnings == ["host here has come or gone, which cannot be recorded: the disk is full"]
+
+
+def test_a_host_that_dials_in_while_the_run_ends_is_ended(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, closed = threading.Event(), threading.Event()
+    register = DialIn._register
+
+    def late(*peer: Any) -> Any:
+        here.set()
+        assert closed.wait(LONG_S)
+        return register(*peer)
+
+    monkeypatch.setattr(DialIn, "_register", late)
+    with contextlib.closing(HostProcess(leader.dial_in.invitation, "here", 1)) as process:
+        assert here.wait(LONG_S)
+        leader.dial_in.close()
+        closed.set()
+        until(lambda: process.ended)
+        process.wait()  # raises if the link was lost
+    assert leader.changes == 0
 
 
 def test_hosts_of_one_name_are_told_apart(leader, connection):

@@ -52,9 +52,11 @@ from hvd_elastic.jobs.job import (
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue
+from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records import json_lines
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.records.json_lines import EventLog, iter_records
 from hvd_elastic.records.run_folder import RunFolder
@@ -72,7 +74,8 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
     EXIT: it ends at once. UNFIT: it cannot use host a. TRAINS: it says that it trains. CUT_OFF: and
     that it hears from no host any more. COMES_BACK: it leads again as soon as
     there is a file "grace", and reaches its host when there is "heals". FAULTS: it tells of these
-    faults of its host.
+    faults of its host. BEHIND: it succeeds at once, and the wall clock was set back by an hour
+    before this event.
     """
     child = os.fork()
     if child:
@@ -88,6 +91,12 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
         folder.leader_log.write_text("started\n")
         os.kill(os.getpid(), signal.SIGKILL)
     with folder.take_lead(), EventLog(folder.events) as log:
+        if behind := environment.get("BEHIND"):
+            for kind, ends in {"run_started": {}, "run_finished": {"status": "succeeded"}}.items():
+                if kind == behind:
+                    json_lines.stamps = lambda: (time.time() - 3600.0, time.monotonic())
+                write(log, kind, ends)
+            os._exit(0)
         write(log, "run_started", {"resumed": resumed})
         if "UNFIT" in environment and next(iter(parse_hostfile(spec.hostfile or ""))).name == "a":
             told = {"message": "host a has no Python", "unusable_host": "a", "fatal": True}
@@ -450,6 +459,23 @@ def test_leader_that_cannot_begin_fails_the_job_with_its_error(place: ClusterFol
     daemon.down(leave_jobs=True)
 
 
+@pytest.mark.parametrize("event", ["run_started", "run_finished"])
+def test_end_of_a_run_counts_although_the_clock_was_set_back(
+    place: ClusterFolder, event: str
+) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, BEHIND=event)
+    daemon.until(lambda: not daemon.job(number).status.active)
+    job = daemon.job(number)
+    assert (job.status, job.attempts) == (JobStatus.SUCCEEDED, 1)
+    ask_daemon(place, Requeue([number], {"EXIT": "1"}))
+    daemon.until(lambda: daemon.job(number).attempts == 2)
+    daemon.until(lambda: not daemon.job(number).status.active)
+    job = daemon.job(number)
+    assert (job.status, job.message) == (JobStatus.FAILED, "no such folder"), "not its earlier end"
+    daemon.down(leave_jobs=True)
+
+
 def test_leader_that_is_killed_before_it_begins_is_started_again(place: ClusterFolder) -> None:
     daemon = Running(place, hosts(place))
     number = submit(place, KILLED="1")
@@ -581,6 +607,30 @@ def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:
     daemon.until(lambda: started() == [False] and folder.leader().get("pid"))
     os.kill(folder.leader()["pid"], signal.SIGKILL)
     daemon.until(lambda: started() == [False, True])
+    assert daemon.job(number).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
+
+
+def test_a_leader_that_could_not_be_started_again_is_when_it_can(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_full = JobRuns._write_hostfile, place.path / "is-full"
+
+    def fail_once(runs: JobRuns, *arguments: Any) -> str:
+        if is_full.exists():
+            is_full.unlink()
+            raise RunError("no space left on the disk")
+        return write(runs, *arguments)
+
+    monkeypatch.setattr(JobRuns, "_write_hostfile", fail_once)
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    folder = RunFolder(runs_folder() / daemon.job(number).run_id)
+    daemon.until(lambda: leads(daemon, number) and folder.leader().get("pid"))
+    is_full.touch()
+    os.kill(folder.leader()["pid"], signal.SIGKILL)
+    daemon.until(lambda: [e.resumed for e in folder.read_events() if isinstance(e, RunStarted)][1:])
+    assert not is_full.exists()
     assert daemon.job(number).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
 

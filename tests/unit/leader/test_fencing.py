@@ -34,6 +34,7 @@ class AgentHeard:
     name: str = ""
     last_heard: float = 0.0
     up: bool = False
+    is_starting: bool = False
     taken_over: bool = False
     acted_upon: int = 0
 

@@ -123,10 +123,10 @@ def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
 ) -> None:
     sender = run.leader._fetching.sender
     run.leader._fetching.expect_checkpoint(summarize([]))
-    assert sender._try_to_bring(HOSTS, "restore-1", lambda _: None) == Brought()
+    assert sender._try_to_bring(HOSTS, "restore-1", lambda: True, lambda _: None) == Brought()
     past = [{"kind": "checkpoint", "step": step, "path": "/data/c.json"} for step in (90, 120)]
     run.leader._fetching.expect_checkpoint(summarized(past))
-    brought = sender._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    brought = sender._try_to_bring(HOSTS, "restore-1", lambda: True, lambda _: None)
     assert (
         f"is found in {run.folder.checkpoints}, though that of step 120 was written"
         in brought.error
@@ -136,7 +136,9 @@ def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
 def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: Resumed) -> None:
     run.folder.write_run({**run.folder.read_run(), "began_elsewhere": True})
     run.leader._fetching.expect_checkpoint(summarize([]))
-    brought = run.leader._fetching.sender._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    brought = run.leader._fetching.sender._try_to_bring(
+        HOSTS, "restore-1", lambda: True, lambda _: None
+    )
     assert "though it was led by another machine, which may have written one" in brought.error
 
 

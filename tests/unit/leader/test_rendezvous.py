@@ -82,6 +82,14 @@ def test_in_a_large_world_each_rank_finds_its_address_in_every_value() -> None:
         assert value[at : at + 5] == struct.pack("!HH", rank, reader) + b"."
 
 
+def test_a_large_world_on_one_host_is_sent_nothing() -> None:
+    world = World((SIZE,))
+    for rank in range(SIZE):
+        world.put(rank, addresses(rank, SIZE))
+    assert not world.messages
+    assert world.value(0, SIZE - 1) == addresses(SIZE - 1, SIZE)
+
+
 def test_what_a_large_world_is_sent_does_not_grow_with_its_square() -> None:
     sent = []
     for size in (64, 256):

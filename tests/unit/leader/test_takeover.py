@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import msgspec
 
-from hvd_elastic.control.events import AgentFailed
+from hvd_elastic.control.events import AgentFailed, FoundWorker
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.failover.failover import Takeover
 from hvd_elastic.leader.leader import Leader
@@ -17,7 +17,7 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import Draining, RunSummary
 from hvd_elastic.run_events import HostSlots
-from hvd_elastic.wire.messages import HeldRun
+from hvd_elastic.wire.messages import AgentHello, HeldRun
 from tests.unit.records.made_events import summarized
 
 HELD = HeldRun(generation=1, members=(), workers=())
@@ -82,6 +82,42 @@ def test_a_returning_leader_tries_unreachable_hosts_again_and_waits_no_longer_th
     assert "a" not in by_host, "nothing more of that connection is heard"
     assert not takeover.complete
     assert takeover.due(math.inf) == ["a"]
+
+
+def test_hosts_whose_agents_start_slowly_keep_their_workers(tmp_path: Path) -> None:
+    """As on busy machines, where a login and Python's imports take long."""
+    folder = RunFolder.create("r1", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), folder, {}, print, print, resumed=True)
+    failover, led = leader._failover, list[Takeover]()
+    failover._lead = led.append
+    past = RunSummary(generation_hosts=["a", "b", "dead"])
+    takeover = failover._takeover = Takeover(["a", "b", "dead", "new"], past, None, deadline=0.0)
+    takeover.latest = math.inf
+    by_host = failover._run.agents.by_host
+    for host in takeover.asked:
+        by_host[host] = Mock(up=False, host=Host(host), is_starting=host != "dead")
+    found = msgspec.structs.replace(HELD, workers=(FoundWorker("w1", "b", 0),))
+    for host, held in (("a", HELD), ("b", found)):
+        failover.retry_unreachable_hosts(time.monotonic())
+        assert not led, f"{host} is starting"
+        assert failover.deadline is not None
+        assert failover.deadline > time.monotonic() - 1.0, "the loop does not spin"
+        failover.hear(by_host[host], Mock(spec=AgentHello, held=held))
+    takeover.deadline = 0.0
+    failover.retry_unreachable_hosts(time.monotonic())
+    assert led == [takeover], "what is unreachable, or was no member, is not waited for"
+    assert takeover.workers == {"w1": ("b", 0)}
+
+
+def test_an_agent_that_never_says_hello_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    folder = RunFolder.create("r1", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), folder, {}, print, print, resumed=True)
+    failover, led = leader._failover, list[Takeover]()
+    failover._lead = led.append
+    failover._takeover = Takeover(["a"], RunSummary(), None, time.monotonic() - 46.0)
+    failover._run.agents.by_host["a"] = Mock(up=False, host=Host("a"), is_starting=True)
+    failover.retry_unreachable_hosts(time.monotonic())
+    assert led
 
 
 def test_a_stop_is_heard_while_the_hosts_are_asked_and_all_else_waits(tmp_path: Path) -> None:

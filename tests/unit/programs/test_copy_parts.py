@@ -22,11 +22,11 @@ import pytest
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.programs.copy import feed as copy_feed
 from hvd_elastic.programs.copy import frames as wire
-from hvd_elastic.programs.copy import renaming
+from hvd_elastic.programs.copy import pulling_node, renaming
 from hvd_elastic.programs.copy import store as copy_store
 from hvd_elastic.programs.copy.comparison import Comparison, StoreError, check_free
 from hvd_elastic.programs.copy.feed import LINK_UNKNOWN, Packer
-from hvd_elastic.programs.copy.pulling_node import Listed, Pull
+from hvd_elastic.programs.copy.pulling_node import Fetched, Listed, Pull
 from hvd_elastic.programs.copy.renaming import sync_disk
 from hvd_elastic.programs.copy.store import SharedError, Target
 from hvd_elastic.programs.copy.tree import (
@@ -492,6 +492,23 @@ def test_a_folder_of_parts_that_others_may_write_to_is_refused(
     (open_folder / PARTS).chmod(0o777)
     with pytest.raises(StoreError, match=r"mode 777.*others could change files while they arrive"):
         target_of(open_folder, source)
+
+
+def test_no_command_starts_once_a_node_that_fetches_has_ended_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull = Pull(os.fsencode(tmp_path), "touch {dst}/{path}", [Listed("a", None)], "c", 1, 0o22)
+    assert pull.fetch([0]).came == [0]
+    found: list[Fetched] = []
+    monkeypatch.setattr(pulling_node, "end_processes", lambda *_: found.append(pull.fetch([0])))
+    umask = os.umask(0o22)
+    try:
+        node = pulling_node.PullNode({})
+        node._pull = pull
+        node.leave()
+    finally:
+        os.umask(umask)
+    assert found == [Fetched([], [0], "the copy has ended")]
 
 
 @other_user.needs_root

@@ -7,12 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from hvd_elastic.programs import environment as module
 from hvd_elastic.programs.environment import (
+    NEW,
     OLD,
     STAMP,
     describe_environment,
@@ -44,7 +47,9 @@ def make(prefix: Path, text: str) -> Path:
     return prefix
 
 
-def test_a_new_environment_begins_with_the_old_files_and_replaces_the_old_one(tmp_path: Path):
+def test_a_new_environment_begins_with_the_old_files_and_replaces_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix = make(tmp_path / "env", "old")
     new = Path(new_name(str(prefix)))
     seed(str(prefix))
@@ -56,7 +61,55 @@ def test_a_new_environment_begins_with_the_old_files_and_replaces_the_old_one(tm
     assert (prefix / "file").read_text() == "new"
     # The second host with the same folder finds it done; another copy's is no answer.
     assert switch(str(prefix), "1") == ""
+    monkeypatch.setattr(module, "WAIT_S", 0.0)
     assert switch(str(prefix), "2") == f"{new} is gone; call again"
+
+
+def test_hosts_that_share_the_folder_switch_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = make(tmp_path / "env", "old")
+    make(Path(new_name(str(prefix))), "new")
+    both = threading.Barrier(2)
+
+    def in_use(_: str) -> str:
+        both.wait(60.0)
+        return ""
+
+    monkeypatch.setattr(module, "in_use", in_use)
+    with ThreadPoolExecutor(2) as hosts:
+        assert [*hosts.map(lambda _: switch(str(prefix), "1"), range(2))] == ["", ""]
+    assert (prefix / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["env"]
+
+
+def test_a_switch_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = make(tmp_path / "env", "old")
+    (prefix / STAMP).write_text("1")
+    seed(str(prefix))
+
+    rename = os.rename
+
+    def refuse(source: str | Path, target: str | Path) -> None:
+        if str(target) == str(prefix) + OLD:
+            raise PermissionError
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(PermissionError):
+            switch(str(prefix), "2")
+    assert (prefix / STAMP).read_text() == "1", "else it counts as switched on other hosts"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["env", f"env{NEW}"]
+    # Killed as it was renaming.
+    Path(new_name(str(prefix))).rename(f"{prefix}{NEW}-1a2b3c4d")
+    paths = [each["path"] for each in left(str(prefix)) if each["name"] == "environment"]
+    assert paths == [str(prefix), f"{prefix}{NEW}-1a2b3c4d"]
+    seed(str(prefix))
+    assert switch(str(prefix), "2") == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["env"]
 
 
 def test_an_interrupted_switch_is_completed_by_the_next(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.records import run_folder
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder, check_run_id, list_runs, new_run_id
 from tests.unit.records.made_events import leader, write
@@ -68,6 +70,21 @@ def test_a_run_that_could_not_be_made_leaves_its_id_free(
         with pytest.raises(RunError, match="No space left"):
             RunFolder.create("a", root=tmp_path)
     assert RunFolder.create("a", root=tmp_path).path.is_dir()
+
+
+def test_a_run_that_is_there_outlives_an_attempt_to_make_one_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = RunFolder.create("a", root=tmp_path).checkpoints / "step-1"
+    checkpoint.touch()
+
+    def stale(_: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(run_folder, "private_folder", stale)
+    with pytest.raises(RunError, match="Stale file handle"):
+        RunFolder.create("a", root=tmp_path)
+    assert checkpoint.exists()
 
 
 def test_open_finds_by_name_and_the_newest(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,13 @@ def test_a_period_ends_with_the_epoch(alone: Context) -> None:
 
     train(hvd.State(model=model, optimizer=optimizer))
     assert ends == [0, 0, 0, 4, 5, 5, 5, 5, 9, 10]
+
+
+def test_the_time_between_two_meetings_is_known_to_the_leader(alone: Context) -> None:
+    """It is how long a request of the leader waits, which asks for a last checkpoint."""
+    trained(8, lambda *_: time.sleep(0.02), every=4)
+    said = alone.worker.activity()
+    assert said.longest_period_s >= 3 * 0.02
 
 
 # ---- streaming

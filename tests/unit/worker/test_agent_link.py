@@ -47,6 +47,28 @@ threading.Thread(target=read, name="logs").start()
 """
 
 
+LOADS = """
+import json, socket, sys, threading
+from hvd_elastic.worker.agent_link import AgentLink
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0" + sys.argv[1])
+listener.listen()
+link = AgentLink(sys.argv[1], "w0", lambda generation: None)
+agent, _ = listener.accept()
+asked = []
+def answer():
+    for line in agent.makefile():
+        message = json.loads(line)
+        if message["kind"] == "saved_wanted":
+            asked.append(message["name"])
+            for name in ("a.pt", "b.pt"):  # the first one was asked for long ago
+                told = {"kind": "saved_brought", "name": name, "path": "/" + name}
+                agent.sendall(json.dumps(told).encode() + b"\\n")
+threading.Thread(target=answer, daemon=True).start()
+print(link.bring_saved("b.pt").path, len(asked))
+"""
+
+
 def worker_that_is_sent(
     data: bytes, program: str = WORKER, name: str = ""
 ) -> subprocess.CompletedProcess[str]:
@@ -65,6 +87,11 @@ def worker_that_is_sent(
 def test_a_worker_does_what_its_agent_says() -> None:
     done = worker_that_is_sent(b'{"kind":"abort","generation":3}\n{"kind":"hold"}\n')
     assert (done.returncode, done.stdout) == (0, "Hold True\n"), done.stderr
+
+
+def test_a_late_answer_of_another_file_is_no_answer() -> None:
+    done = worker_that_is_sent(b"", LOADS)
+    assert done.stdout == "/b.pt 1\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,16 @@ import pytest
 from hvd_elastic.engines.dial_in import fixed_ranks
 from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
-from hvd_elastic.engines.dial_in.task import Task
+from hvd_elastic.engines.dial_in.task import TASK_FILE, Task
 from hvd_elastic.engines.dial_in.training import Sizes, on_this_machine, train
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.hosts.dial_in import DialIn
+from hvd_elastic.hosts.transfer import send_file
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.records.run_folder import RunFolder
 from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
 from tests.tensorboard_files import read_scalars
+from tests.waiting import until
 
 LONG_S = 60.0
 
@@ -192,6 +196,74 @@ def test_children_that_a_function_leaves_behind_end_with_its_rank(capfd) -> None
     left += map(int, capfd.readouterr().out.split())
     assert len(left) == 6
     assert not [pid for pid in left if psutil.pid_exists(pid)]
+
+
+def trains_in_silence(pids: str) -> None:
+    import subprocess
+    import time
+
+    child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    Path(pids).with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+    Path(pids).with_suffix(".new").rename(pids)
+    time.sleep(3600)
+
+
+def test_a_rank_whose_link_to_the_driver_breaks_ends_with_its_children(tmp_path: Path) -> None:
+    """Its host dials in again, and the driver has started the ranks again."""
+    packed = Task.of(trains_in_silence, (str(tmp_path / "pids"),), {}).pack()
+    (tmp_path / "task").write_bytes(packed)
+    env = {**LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH}
+    with (
+        contextlib.closing(DialIn("127.0.0.1", lambda: None, pytest.fail)) as dial_in,
+        contextlib.closing(HostProcess(dial_in.invitation, "here", 1, env)) as process,
+    ):
+        until(lambda: bool(dial_in.hosts))
+        (host,) = dial_in.hosts
+        connection = dial_in.connect(host.host)
+        send_file(connection, tmp_path / "task", f"{host.folder}/{TASK_FILE}")
+        rank = connection.start([host.python, "-m", "hvd_elastic.engines.dial_in.run_task"])
+        rank.stdin.write(b'{"RANK": "0"}\n')
+        until((tmp_path / "pids").exists)
+        rank.close()  # its connection alone
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        until(lambda: not any(map(read_process, pids)))
+        assert not process.ended
+        assert connection.alive
+
+
+class Halves:
+    """Two hosts, one of which goes between two looks."""
+
+    def __init__(self) -> None:
+        a, b = (SimpleNamespace(host=SimpleNamespace(name=name, slots=1)) for name in "ab")
+        self.looks, self.waits = [[a], [a, b]], 0
+
+    @property
+    def hosts(self) -> list[SimpleNamespace]:
+        return self.looks.pop(0)
+
+    def wait_for(self, *_: object, **__: object) -> None:
+        self.waits += 1
+
+
+def test_ranks_are_as_many_as_asked_for_though_a_host_goes_as_they_start() -> None:
+    hosts: Any = Halves()
+    places = FixedRanks(hosts, 2, lambda *_: None, lambda _: None, lambda: None)._places()
+    assert [(remote.host.name, slot) for remote, slot in places] == [("a", 0), ("b", 0)]
+    assert hosts.waits == 2
+
+
+def returns_what_only_a_host_knows() -> None:
+    from hvd_elastic.engines.dial_in.task import Outcome
+
+    Outcome.pack = lambda _: b"cno_such_module\nOutcome\n."  # type: ignore[method-assign, assignment]
+
+
+def test_an_outcome_that_cannot_be_read_is_an_error_with_its_reason() -> None:
+    with pytest.raises(
+        RunError, match=r"^rank 0 on host localhost: its outcome cannot be read here .*no_such_modu"
+    ):
+        run(returns_what_only_a_host_knows, size=1)
 
 
 DRIVER = """

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hvd_elastic.engines.dial_in.hosts import DialInHosts
 from hvd_elastic.engines.growth import Growth, Limits
+from hvd_elastic.engines.kubernetes import engine
 from hvd_elastic.engines.kubernetes.api import Api, ApiError, why_ended
-from hvd_elastic.engines.kubernetes.engine import own_pod
+from hvd_elastic.engines.kubernetes.engine import kubernetes_engine, own_pod
 from hvd_elastic.engines.kubernetes.manifests import Asked
 from hvd_elastic.engines.kubernetes.pods import Pods
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
 
 
 class Cluster:
@@ -194,3 +198,56 @@ def test_a_server_that_is_away_is_called_again_and_a_refusal_ends_the_run(monkey
         with pytest.raises(ApiError) as end:
             api.call("GET", "pods/a", patience_s=patience_s)
         assert end.value.exit_status == status
+
+
+@pytest.mark.parametrize(("status", "leaves"), [(503, True), (403, False)])
+def test_hosts_stay_for_the_next_leader_if_the_server_is_away_when_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, leaves: bool
+) -> None:
+    calls: list[tuple[str, str]] = []
+    patience: list[float] = []
+    made: list[Any] = []
+
+    def call(method: str, path: str, body: Any = None, patience_s: float = 0.0) -> dict[str, Any]:
+        calls.append((method, path))
+        if method == "GET":
+            patience.append(patience_s)
+            raise ApiError("no", status)
+        return {}
+
+    class Hosts(DialInHosts):
+        is_closed = False
+
+        def __init__(self, *words: Any, **again: Any) -> None:
+            super().__init__(*words, **again)
+            made.append(self)
+
+        def close(self) -> None:
+            self.is_closed = True
+            super().close()
+
+    monkeypatch.setattr(engine, "DialInHosts", Hosts)
+    monkeypatch.setattr(engine, "PORT", 0)
+    owner = {"kind": "Job", "name": "r1", "uid": "1"}
+    own = {"metadata": {"ownerReferences": [owner]}, "status": {"podIP": "127.0.0.1"}}
+    leading = kubernetes_engine(
+        RunFolder.create("r1", {}, root=tmp_path),
+        SimpleNamespace(call=call, namespace="ml"),  # type: ignore[arg-type]
+        own,
+        Asked("r1", "image:1").host_pod(),
+        Limits(2, 1, 0.0, 120.0, least=1),
+        RunSpec(("true",), "/"),
+        60.0,
+        lambda _: None,
+    )
+    with pytest.raises(ApiError), leading:
+        pass
+    (hosts,) = made
+    assert hosts.is_closed is not leaves
+    hosts.close()
+    assert patience[0] > 0
+    begun = [("DELETE", "secrets/r1"), ("POST", "secrets")]  # whatever an earlier leader has made
+    assert calls[:2] == begun
+    assert [path for method, path in calls[2:] if method == "DELETE"] == (
+        [] if leaves else ["secrets/r1"]
+    )

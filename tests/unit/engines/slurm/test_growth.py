@@ -11,6 +11,7 @@ import pytest
 from hvd_elastic.engines.slurm.allocation import Allocation
 from hvd_elastic.engines.slurm.engine import SlurmEngine
 from hvd_elastic.engines.slurm.growth import give_back, growth_of
+from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
@@ -116,6 +117,32 @@ def test_what_slurm_grants_joins_and_what_ends_leaves(fixed: Setting) -> None:
     assert fixed.hosts() == ("node0",)
     assert len(fixed.queue.pending) == 3  # another one is asked for
     assert fixed.queue.asked[-1] == ["--exclude=node0"]
+
+
+def test_a_node_joins_and_leaves_at_the_next_look_where_slurm_or_the_disk_fails_once(
+    fixed: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed.growth.look_at_grants(0.0)
+    fixed.queue.start("1", "node7")
+
+    def fail(*_: str) -> str:
+        raise RunError("Slurm does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hvd_elastic.engines.slurm.growth.gres_of_nodes", fail)
+        with pytest.raises(RunError):
+            fixed.growth.look_at_grants(5.0)
+    assert fixed.hosts() == ("node0",)
+    fixed.growth.look_at_grants(10.0)
+    assert fixed.hosts() == ("node0", "node7")
+    assert fixed.said.count("node7 joins: job 1 has started") == 1
+    del fixed.queue.jobs["1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(fixed.engine, "_write", fail)
+        with pytest.raises(RunError):
+            fixed.growth.look_at_grants(15.0)
+    fixed.growth.look_at_grants(20.0)
+    assert fixed.hosts() == ("node0",)
 
 
 def test_a_second_allocation_on_the_same_node_is_cancelled(fixed: Setting) -> None:

@@ -1,0 +1,155 @@
+"""Leases of machines that stay, lost connections, and orders at the end of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.engines.cloud import engine, reach
+from hvd_elastic.engines.cloud.cluster import _leave
+from hvd_elastic.engines.cloud.engine import CloudHosts
+from hvd_elastic.engines.cloud.provider import CloudError, Machine
+from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.process import Result
+from tests.unit.engines.cloud.test_machines import SPOT, Cloud
+from tests.unit.engines.cloud.test_spot_machines import hosts_of
+
+LONG_S = 60.0
+
+
+class Leases:
+    """Renews leases; those of ``bad`` fail for so many more times."""
+
+    def __init__(self) -> None:
+        self.bad: dict[str, int] = {}
+
+    def renew(self, machines: Sequence[Machine], _: float) -> dict[str, str]:
+        found = {}
+        for each in machines:
+            left = self.bad.get(each.id, 0)
+            self.bad[each.id] = left - 1
+            found[each.id] = f"host {each.address}: no route" if left > 0 else ""
+        return found
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def hosts(
+    cloud: Cloud, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> CloudHosts:
+    monkeypatch.setenv("HVD_ELASTIC_CLOUD_SETTLE_S", "0.1")
+    monkeypatch.setattr(engine, "_WAIT_S", 0.01)
+    found = hosts_of(cloud, said, tmp_path, monkeypatch, None)
+    found.machines.by = "run r1"
+    return found
+
+
+@pytest.fixture
+def leases(hosts: CloudHosts, monkeypatch: pytest.MonkeyPatch) -> Leases:
+    found = Leases()
+    monkeypatch.setattr(hosts._reach, "renew", found.renew)
+    return found
+
+
+def test_jobs_that_continue_hear_which_machines_end_with_their_lease(hosts, leases, said) -> None:
+    hosts.begin(2, ())
+    leases.bad = {"m0": 100}
+    del said[:]
+    _leave(hosts, "lab", said.append)
+    (text,) = said
+    assert text.startswith("jobs continue, but machine m0 will end within 20 m 00 s, since ")
+    assert "host 10.0.1.0: no route" in text
+    assert "m1" not in text
+
+
+def test_a_lease_that_is_to_last_is_tried_again_without_the_cloud(
+    hosts, leases, cloud, said
+) -> None:
+    hosts.begin(2, ())
+    hosts.list()
+    leases.bad = {"m0": 2}
+
+    def fail() -> None:
+        raise CloudError("the token has expired")
+
+    cloud.on_its_way = fail
+    del said[:]
+    _leave(hosts, "lab", said.append)
+    assert said == ["jobs continue, so their machines stay: hvd-elastic cloud down lab"]
+
+
+def test_jobs_that_continue_on_machines_that_nobody_can_list_hear_it(
+    hosts, leases, cloud, said
+) -> None:
+    def fail() -> None:
+        raise CloudError("the token has expired")
+
+    cloud.on_its_way = fail
+    _leave(hosts, "lab", said.append)
+    (text,) = said
+    assert text.startswith("jobs continue, but the machines will end within 20 m 00 s")
+    assert "the token has expired" in text
+
+
+@pytest.mark.parametrize(("status", "unfit", "why"), [(-1, set(), "lost"), (127, {"m0"}, "image")])
+def test_only_a_machine_that_answers_is_unfit(
+    hosts, monkeypatch: pytest.MonkeyPatch, status: int, unfit: set[str], why: str
+) -> None:
+    class Lost:
+        host = Host("10.0.1.0")
+
+        def run(self, *_: Any, **__: Any) -> Result:
+            return Result(status, b"", b"", 0.0)
+
+        def close(self) -> None:
+            pass
+
+    @contextlib.contextmanager
+    def connect(*_: object) -> Iterator[Lost]:
+        yield Lost()
+
+    monkeypatch.setattr(reach, "connect", connect)
+    monkeypatch.setattr(hosts._reach, "_trust", lambda _: None)
+    hosts.begin(1, ())
+    found = hosts._reach.renew(hosts.machines.live(), 60.0)
+    assert why in found["m0"]
+    assert hosts._reach.unfit == unfit
+
+
+def test_a_run_that_ends_orders_no_more_machines(hosts, cloud) -> None:
+    asked, release = threading.Event(), threading.Event()
+
+    def wait(_: object) -> None:
+        asked.set()
+        assert release.wait(LONG_S)
+
+    cloud.before = wait
+    asking = threading.Thread(target=hosts.machines.start, args=(1, (), SPOT))
+    asking.start()
+    assert asked.wait(LONG_S)
+    ending = threading.Thread(target=hosts.end)
+    ending.start()
+    ending.join(1.0)  # it waits for the order; else it has ended by now, and misses the machine
+    release.set()
+    asking.join(LONG_S)
+    ending.join(LONG_S)
+    assert len(cloud.orders) == 1
+    assert not cloud.live
+    with pytest.raises(RunError, match="run r1 ends, so it asks for no machine"):
+        hosts.machines.start(1, (), SPOT)
+    assert len(cloud.orders) == 1
