@@ -154,18 +154,21 @@ class Requests:
             late_s: time after which an answer is late [s].
 
         Returns:
-            The request for it, and then all others that are late by now; empty: it is not late, or
-            was asked for once more already.
+            The request for it, and then all others that are late by now; empty: it is not late.
+            If it waits to be asked for once more: those late by now whose process is not yet
+            known to be, since none may be left that asks.
         """
         request = self._open.get(self.next)
+        overdue = [each for each in self._open.values() if now - each.sent_at >= late_s]
+        if any(each.want.number == self.next for each in self._again):
+            return [each for each in overdue if not each.is_with_a_late_process]
         if request is None or request.is_repeated:
             return []
         if now - request.sent_at < late_s and not request.is_with_a_late_process:
             return []
         request.is_repeated = True
         self._again.appendleft(Request(request.want))
-        others = [each for each in self._open.values() if now - each.sent_at >= late_s]
-        return [request, *(each for each in others if each is not request)]
+        return [request, *(each for each in overdue if each is not request)]
 
     # -- who reads ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import hvd_elastic.torch as hvd
@@ -87,6 +88,9 @@ class EvaluationLoader:
     Args:
         loader: loader that the script has made.
         limit: ``limit_val_batches`` of the Trainer: batches of all ranks, or a part of them.
+
+    Raises:
+        ScriptError: its sampler gives indices that cannot be sorted.
     """
 
     def __init__(self, loader: DataLoader[Any], limit: float) -> None:
@@ -98,7 +102,7 @@ class EvaluationLoader:
         if isinstance(sampler, (SequentialSampler, RandomSampler)):
             every = list(range(len(loader.dataset)))  # type: ignore[arg-type]
         else:
-            every = list(sampler)
+            every = _agreed(sampler)
         self._indices = every[: batches * (loader.batch_size or 1)]
         self._readers: tuple[Any, DataLoader[Any]] | None = None
 
@@ -125,3 +129,18 @@ class EvaluationLoader:
             given = {name: getattr(self._loader, name) for name in _KEPT}
             self._readers = own, DataLoader(self.dataset, batch_sampler=own, **given)
         return iter(self._readers[1])
+
+
+def _agreed(sampler: Any) -> list[Any]:
+    """Return the indices of a sampler in an order that all ranks have, also if it is random."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # a sampler may draw which indices it gives
+        drawn = list(sampler)
+    try:
+        return sorted(drawn)
+    except TypeError as error:
+        raise ScriptError(
+            f"the sampler of a val_dataloader is a {type(sampler).__name__} whose indices cannot "
+            f"be sorted ({error}), and each rank takes a part of them in an order that all know. "
+            "Give it a sampler of whole numbers, or a torch.utils.data.Subset and no sampler"
+        ) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.library import part
 
 _ResultCollection: Any = part("trainer.connectors.logger_connector.result")._ResultCollection
@@ -22,11 +24,25 @@ _SAID = (
 class EvaluationResults(_ResultCollection):
     """Metrics of a validation: those of an epoch are reduced whether or not the script asks."""
 
+    def metrics(self, on_step: bool) -> Any:
+        """Return the values; reduces those of an epoch in the order of their names.
+
+        A rank that joined has logged them in another order.
+        """
+        if not on_step:
+            for _, metric in sorted(self.valid_items(), key=lambda item: item[0]):
+                self._get_cache(metric, on_step)
+        return super().metrics(on_step)
+
     def _get_cache(self, metric: Any, on_step: bool) -> Any:
-        sync = metric.meta.sync
+        meta, sync = metric.meta, metric.meta.sync
         asked = sync.should
         if not on_step:
             sync.should = not self._is_told(metric)
+            is_reduced = meta.on_epoch and metric.is_tensor and metric._computed is None
+            if is_reduced and sync.should and not sync.rank_zero_only:
+                own = names_code([f"{meta.fx}.{meta.name}"])
+                check_names(sync.fn(own, reduce_op="sum"), [meta.name])
         try:
             return _ResultCollection._get_cache(metric, on_step)
         finally:
@@ -100,6 +116,30 @@ class TrainingResults(EvaluationResults):
                 metric.reset()
                 metric.value = value.to(metric.value)
             metric._forward_cache, metric._update_count, metric.has_reset = last, 1, False
+
+
+def names_code(names: Iterable[str]) -> torch.Tensor:
+    """Return numbers whose sums over the ranks show whether all have the same names."""
+    # Sums of squares of 20 bits are exact.
+    code = zlib.crc32("\n".join(names).encode()) % 2**20
+    return torch.tensor([1, code, code**2], dtype=torch.float64)
+
+
+def check_names(sums: torch.Tensor, shown: Sequence[str]) -> None:
+    """Raise ScriptError if the ranks have other names; ``sums``: of their :func:`names_code`."""
+    ranks, total, squares = (round(each) for each in sums.tolist())
+    if ranks * squares != total**2:
+        raise differing_names(shown)
+
+
+def differing_names(shown: Iterable[str]) -> ScriptError:
+    """Return the error for ranks that log other metrics than this one, which logs ``shown``."""
+    own = ", ".join(map(repr, shown))
+    return ScriptError(
+        f"the ranks log different metrics: this one has {own} where another rank has others, and "
+        "values of an epoch are those of all ranks. Log the same names on every rank, in the same "
+        "batches; where a rank has no value: self.log(name, 0.0, on_epoch=True, batch_size=0)"
+    )
 
 
 def is_summed(metric: Any) -> bool:

@@ -17,7 +17,14 @@ import torch
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
-from hvd_elastic.lightning.results import TrainingResults, is_summed
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.lightning.results import (
+    TrainingResults,
+    check_names,
+    differing_names,
+    is_summed,
+    names_code,
+)
 from hvd_elastic.worker import context
 
 _NAME = "user.lightning.sums"
@@ -50,28 +57,38 @@ class Sums:
         self._counts: dict[str, int] = {}
         """Number of updates of a metric when its sums were told; less: it was reset."""
         self._begun: Any = None
+        self._names: list[str] = []
+        """Of the states that are added up, with their sizes."""
+        self._code = names_code([])
         self._whole: set[str] | None = None
         """Where an epoch ends, the metrics that hold what all ranks have; None: it does not."""
         self._own = {
             name: each for name, each in module.named_modules() if isinstance(each, Metric)
         }
         for name, metric in self._own.items():
-            metric.dist_sync_fn = self._gathered
+            metric.dist_sync_fn = partial(self._gathered, name)
             metric.distributed_available_fn = partial(self._is_gathered, name)
 
     def _is_gathered(self, name: str) -> bool:
         """Return whether a metric gathers the states of all ranks to compute its value."""
         return self._together() and self._whole is not None and name not in self._whole
 
-    def _gathered(self, own: Any, group: Any = None) -> list[Any]:
-        """Return the values of all ranks; tensors may differ in shape."""
-        data = pickle.dumps(own)
+    def _gathered(self, name: str, own: Any, group: Any = None) -> list[Any]:
+        """Return the values of all ranks; tensors may differ in shape.
+
+        Raises:
+            ScriptError: another rank has those of another metric.
+        """
+        data = pickle.dumps((name, own))
         head = torch.tensor([len(data)])
         sizes = self._gather(head).tolist()
         every = self._gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         pieces = every.split(sizes)
         # They come from the other ranks of this run.
-        return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301
+        found = [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301
+        if any(other != name for other, _ in found):
+            raise differing_names([name])
+        return [values for _, values in found]
 
     # -- sums ------------------------------------------------------------------------------
 
@@ -113,18 +130,36 @@ class Sums:
                 before = None
                 del self._told[f"{key}.{name}"]
             rows.append(value.clone() if before is None else value - before.to(value))
-        handle = None
+        handle, is_checked = None, False
         if communicator.size > 1:
-            handle = communicator.sum_async(torch.cat(rows), _NAME)
-        self._begun = states, handle
+            names = [
+                f"{key}.{name} {row.numel()}"
+                for (key, _, name), row in zip(states, rows, strict=True)
+            ]
+            # Not in each step: to read the sums waits for the device.
+            is_checked = names != self._names
+            if is_checked:
+                self._names, self._code = names, names_code(names).to(rows[0].device)
+            handle = communicator.sum_async(torch.cat([*rows, self._code]), _NAME)
+        self._begun = states, handle, is_checked
 
     def finish_sum(self) -> None:
-        """Wait for :meth:`begin_sum`, and take over the sums of all ranks."""
+        """Wait for :meth:`begin_sum`, and take over the sums of all ranks.
+
+        Raises:
+            ScriptError: they have other metrics.
+        """
         if self._begun is None:
             return
-        (states, handle), self._begun = self._begun, None
+        (states, handle, is_checked), self._begun = self._begun, None
         if handle is not None:
-            added = context.current().worker.communicator.wait(handle)
+            shown = sorted({_shown(key, metric) for key, metric, _ in states})
+            try:
+                added = context.current().worker.communicator.wait(handle)
+            except ScriptError as error:  # they are not as long
+                raise differing_names(shown) from error
+            if is_checked:
+                check_names(added[-len(self._code) :], shown)
             start = 0
             for key, metric, name in states:
                 value = getattr(metric, name)
@@ -163,7 +198,7 @@ class Sums:
             if states and self._own[name]._update_count
         }
         counts = {name: self._own[name]._update_count for name in before}
-        every = self._gathered(before)
+        every = self._gathered("", before)
         for name in sorted(set().union(*every)):
             metric = self._own[name]
             for state in kinds[name]:
@@ -235,6 +270,11 @@ def _was_reset(metric: Any, counted: int, value: torch.Tensor, before: torch.Ten
     if metric._update_count == counted:
         return not torch.equal(value, before)
     return bool(metric._update_count < counted)
+
+
+def _shown(key: str, metric: Any) -> str:
+    """Return the name of a metric for messages."""
+    return str(metric.meta.name) if key.startswith("log.") else key.removeprefix("own.")
 
 
 def _adds(metric: Any, state: str) -> bool:

@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 from accelerate.state import GradientState
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.data import Stream
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import attribute_of
-from hvd_elastic.transformers.accelerator import ElasticAccelerator, together
+from hvd_elastic.transformers.accelerator import ElasticAccelerator, gather_objects, together
 from hvd_elastic.worker import context
 
 _KEPT = ("collate_fn", "num_workers", "pin_memory")
@@ -185,6 +191,8 @@ class EvaluationLoader:
         """Yield number of examples of this rank, and batch."""
         loader = self._loader
         batches = [list(each) for each in loader.batch_sampler]
+        if not _is_in_order(loader):  # a random sampler gives each rank others
+            batches = gather_objects(batches if rank == 0 else None)[0]
         rounds = -(-len(batches) // size)
         own = batches[rank::size]
         lacks = [batches[0][:1]] if len(own) < rounds else []
@@ -201,6 +209,12 @@ class EvaluationLoader:
             has = rank < len(group)
             batch = group[rank] if has else first
             yield (_examples_in(batch) if has else 0), batch
+
+
+def _is_in_order(loader: Any) -> bool:
+    """Return whether the batches are those of the dataset in its order."""
+    batches = loader.batch_sampler
+    return type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
 
 
 def _examples_in(batch: Any) -> int:

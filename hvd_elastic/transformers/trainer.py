@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import RingRank
@@ -124,6 +125,8 @@ class ElasticMixin:
         self.inner_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not hasattr(self.inner_optimizer, "synchronize"):  # else the script has done it
             hvd.DistributedOptimizer(self.inner_optimizer, self.model, **self._optimizer_options)
+        if getattr(self.optimizer, "scaler", None) is not None:
+            _call_present_step(self.optimizer)
         if context.current().planner.adapts:
             hvd.follow_progress(self.lr_scheduler)
         # Called again where this worker has a rank.
@@ -226,6 +229,16 @@ class ElasticMixin:
     def hyperparameter_search(self: Any, *_: Any, **__: Any) -> Any:
         """Raise ScriptError: a run trains once."""
         refuse_search()
+
+
+def _call_present_step(accelerated: AcceleratedOptimizer) -> None:
+    """Have an optimizer of accelerate with a scaler call the step that its own one has now.
+
+    It remembers the step from when it was made, and would call that.
+    """
+    step = accelerated.optimizer.step
+    accelerated._optimizer_original_step_method = step
+    accelerated._optimizer_patched_step_method = patch_optimizer_step(accelerated, step)
 
 
 def _not_yet(_: Any, __: Any, control: Any) -> Any:

@@ -18,6 +18,7 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.transformers import Trainer, elastic, library
 from hvd_elastic.worker import context
@@ -165,6 +166,26 @@ def test_a_second_training_is_explained() -> None:
         trainer.train()
     with pytest.raises(ScriptError, match="Start a run for each choice"):
         trainer.hyperparameter_search()
+
+
+class Scaled(transformers.Trainer):
+    """With the scaler that fp16=True makes on a GPU."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def test_a_step_with_a_scaler_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its learning rate follows the rule: here it is 0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = model()
+    before = {name: each.clone() for name, each in made.state_dict().items()}
+    adaptive = {"model": made, "max_batch_size": 16, "lr_rule": lambda _: Adjustment(0.0)}
+    trainer = train(elastic(Scaled), given=adaptive, max_grad_norm=0.0)
+    assert trainer.state.global_step == 2
+    torch.testing.assert_close(made.state_dict(), before, rtol=0.0, atol=0.0)
+    assert trainer.optimizer._optimizer_original_step_method == trainer.inner_optimizer.step
 
 
 def test_a_checkpoint_of_the_script_is_said_not_to_be_used(

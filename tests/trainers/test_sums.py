@@ -13,30 +13,54 @@ pytest.importorskip("lightning", reason="Lightning is not installed: make test-t
 
 from torchmetrics import MeanMetric
 
-from hvd_elastic.lightning.results import TrainingResults
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.lightning.results import EvaluationResults, TrainingResults, names_code
 from hvd_elastic.lightning.sums import Sums
+from hvd_elastic.worker import context
 
 
 class Ring:
-    """Of two ranks, of which the other one adds nothing."""
+    """Of two ranks, of which the other one adds nothing, or what it has begun too."""
 
     size = 2
 
+    def __init__(self) -> None:
+        self.begun: list[torch.Tensor] = []
+
     def sum_async(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        self.begun.append(values)
         return values
 
     def wait(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+        if len({each.shape for each in self.begun}) > 1:
+            raise ScriptError("what the ranks exchange does not fit together")
+        return torch.stack(self.begun).sum(0)
 
 
 @pytest.fixture(autouse=True)
-def ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx = SimpleNamespace(worker=SimpleNamespace(communicator=Ring()))
+def ring(monkeypatch: pytest.MonkeyPatch) -> Ring:
+    made = Ring()
+    ctx = SimpleNamespace(worker=SimpleNamespace(communicator=made))
     monkeypatch.setattr("hvd_elastic.worker.context.current", lambda: ctx)
+    return made
 
 
 def unchanged(value: Any, *_: Any, **__: Any) -> Any:
     return value
+
+
+def add_up(*ranks: Rank) -> None:
+    for rank in ranks:
+        rank.sums.begin_sum()
+    for rank in ranks:
+        rank.sums.finish_sum()
+    communicator: Any = context.current().worker.communicator
+    communicator.begun.clear()
+
+
+def log(results: Any, name: str, value: float, fx: str = "training_step", **more: Any) -> None:
+    given = {"on_step": False, "on_epoch": True, "batch_size": 1, "sync_dist_fn": unchanged}
+    results.log(fx, name, torch.tensor(value), **(given | more))
 
 
 class Rank:
@@ -47,18 +71,9 @@ class Rank:
 
     def step(self, *values: float) -> None:
         for value in values:
-            self.results.log(
-                "training_step",
-                "loss",
-                torch.tensor(value),
-                on_epoch=True,
-                on_step=False,
-                batch_size=1,
-                sync_dist_fn=unchanged,
-            )
+            log(self.results, "loss", value)
             self.mean(value)
-        self.sums.begin_sum()
-        self.sums.finish_sum()
+        add_up(self)
 
     def epoch_ends(self) -> None:
         self.results.reset()
@@ -97,3 +112,80 @@ def test_what_is_not_logged_in_the_first_step_of_an_epoch_begins_anew() -> None:
     rank.step()
     rank.step(1.0, 3.0)
     assert rank.means() == 2.0
+
+
+@pytest.mark.parametrize("others", [("loss_b",), ("loss_a", "loss_b")])
+def test_other_names_on_another_rank_are_an_error(others: tuple[str, ...]) -> None:
+    one, other = Rank(), Rank()
+    for value in (1.0, 2.0):  # the names of the second step are those of the first
+        for rank in (one, other):
+            log(rank.results, "loss_a", value)
+        add_up(one, other)
+    assert float(one.results["training_step.loss_a"].compute()) == 1.5
+    for rank in (one, other):
+        rank.results.reset()
+    log(one.results, "loss_a", 1.0)
+    for name in others:
+        log(other.results, name, 2.0)
+    with pytest.raises(ScriptError, match=r"metrics: this one has 'loss_[ab]' where .*=0\)"):
+        add_up(one, other)
+
+
+def test_an_empty_value_stands_for_a_metric_that_a_rank_lacks() -> None:
+    one, other = Rank(), Rank()
+    log(one.results, "loss_a", 3.0)
+    log(other.results, "loss_a", 0.0, batch_size=0)
+    add_up(one, other)
+    for rank in (one, other):
+        assert float(rank.results["training_step.loss_a"].compute()) == 3.0
+
+
+@pytest.mark.parametrize("other", ["loss_a", "loss_b"])
+def test_other_names_in_a_validation_are_an_error(other: str) -> None:
+    def reduce(value: torch.Tensor, *_: Any, reduce_op: Any = None, **__: Any) -> torch.Tensor:
+        return value + names_code([f"validation_step.{other}"]) if reduce_op == "sum" else value
+
+    results = EvaluationResults(training=False)
+    log(results, "loss_a", 4.0, fx="validation_step", sync_dist_fn=reduce)
+    if other == "loss_a":
+        assert float(results.metrics(on_step=False)["log"]["loss_a"]) == 4.0
+    else:
+        with pytest.raises(ScriptError, match=r"this one has 'loss_a' where another rank has"):
+            results.metrics(on_step=False)
+
+
+def test_values_of_an_epoch_are_reduced_in_the_order_of_their_names() -> None:
+    reduced: list[float] = []
+
+    def reduce(value: torch.Tensor, *_: Any, reduce_op: Any = None, **__: Any) -> torch.Tensor:
+        if reduce_op != "sum":
+            reduced.append(float(value))
+        return value
+
+    results = EvaluationResults(training=False)
+    for name, value in (("late", 2.0), ("early", 1.0)):
+        log(results, name, value, reduce_fx="max", sync_dist_fn=reduce)
+    assert list(results.metrics(on_step=False)["log"]) == ["late", "early"]
+    assert reduced == [1.0, 2.0]
+
+
+def test_metrics_that_are_gathered_belong_together() -> None:
+    module = nn.Module()
+    module.accuracy = MeanMetric()
+    rows: list[torch.Tensor] = []
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        """As of two ranks, the other of which has another metric of a name as long."""
+        rows.append(own)
+        if own.dtype is not torch.uint8:
+            return torch.cat([own, own])
+        other = own.numpy().tobytes().replace(b"accuracy", b"accurate")
+        return torch.cat([own, torch.frombuffer(bytearray(other), dtype=torch.uint8)])
+
+    sums = Sums(TrainingResults(), module, gather, lambda: True)
+    module.accuracy.update(1.0)
+    with sums.whole():
+        sums._whole = set()
+        with pytest.raises(ScriptError, match="this one has 'accuracy' where another rank has"):
+            module.accuracy.compute()
+    assert len(rows) == 2

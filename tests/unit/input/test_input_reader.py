@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -499,6 +500,53 @@ def test_all_processes_of_a_frozen_host_are_given_up_at_once(
     assert reader._times._late["h"] == 1, "one wait for all three"
     for host in hosts:
         host.close()
+
+
+def test_hosts_that_freeze_one_after_the_other_are_both_given_up(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.input.answer_times._FIRST_ANSWER_S", 0.5)
+    stuck, go_on = [Source(), Source()], threading.Event()
+    for source in stuck:
+        source.before = go_on.wait  # type: ignore[assignment]
+    first, second = Host(stuck[0], "first"), Host(stuck[1], "second")
+    reader = start(Source())
+    reader.use([first.server])
+    until(lambda: reader.helpers().number == 1)
+    taken: list[Any] = []
+    reader.begin_epoch(0, passes(12))
+    reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
+    reading.start()
+    until(lambda: bool(stuck[0].read))
+    time.sleep(1.0)  # of the 2 s after which an answer is late
+    reader.use([first.server, second.server])
+    reading.join(LIMIT_S)
+    go_on.set()
+    assert taken == expected(0, 12)
+    for host in (first, second):
+        host.close()
+
+
+@pytest.mark.parametrize("first_is_lost", [False, True])
+def test_a_process_that_is_late_after_another_is_noticed(first_is_lost: bool) -> None:
+    requests = Requests()
+    requests.begin_passes(0, passes(8))
+    one, other = (SimpleNamespace(host=name, is_late=False) for name in ("one", "other"))
+    of_one = [requests.take_request(one, 0.0, 8) for _ in range(2)]
+    of_other = [requests.take_request(other, 3.0, 8) for _ in range(2)]
+    assert requests.late(3.9, 4.0) == []
+    if first_is_lost:
+        requests.lost([each for each in of_one if each is not None])
+    else:
+        assert requests.late(4.0, 4.0) == of_one
+        one.is_late = True
+    assert requests.late(6.9, 4.0) == []
+    assert requests.late(7.0, 4.0) == of_other
+    other.is_late = True
+    assert requests.late(99.0, 4.0) == []
+    request = requests.to_read_here(has_readers=False)
+    assert request is not None
+    assert request.want.number == 0
 
 
 def test_little_is_read_ahead_of_large_batches(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
