@@ -170,8 +170,8 @@ def test_values_of_an_epoch_are_reduced_in_the_order_of_their_names() -> None:
 
 
 def test_metrics_that_are_gathered_belong_together() -> None:
-    module = nn.Module()
-    module.accuracy = MeanMetric()
+    module, accuracy = nn.Module(), MeanMetric()
+    module.accuracy = accuracy
     rows: list[torch.Tensor] = []
 
     def gather(own: torch.Tensor) -> torch.Tensor:
@@ -183,9 +183,9 @@ def test_metrics_that_are_gathered_belong_together() -> None:
         return torch.cat([own, torch.frombuffer(bytearray(other), dtype=torch.uint8)])
 
     sums = Sums(TrainingResults(), module, gather, lambda: True)
-    module.accuracy.update(1.0)
+    accuracy.update(1.0)
     with sums.whole():
         sums._whole = set()
         with pytest.raises(ScriptError, match="this one has 'accuracy' where another rank has"):
-            module.accuracy.compute()
+            accuracy.compute()
     assert len(rows) == 2
