@@ -37,34 +37,34 @@ class SavedFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.error: OSError | None = None
-        self._accepted = self._seen = self._look()
+        self._read = self._seen = self._look()
         self._seen_at = -math.inf
 
     @property
     def settles(self) -> bool:
         """Return whether it was saved, and may not be whole yet."""
-        return self._seen != self._accepted
+        return self._seen != self._read
 
     def saved(self, now: float) -> bool:
-        """Return whether it was saved since it was accepted, with the same text or another.
+        """Return whether it was saved since it was marked as read, with the same text or another.
 
         Args:
             now: present time [monotonic s].
         """
-        seen, accepted = self._look(), self._accepted
+        seen, read = self._look(), self._read
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
-        if seen is not None and accepted is not None:
-            (_, size, inode), (*_, before) = seen, accepted
+        if seen is not None and read is not None:
+            (_, size, inode), (*_, before) = seen, read
             if inode != before and size:  # some editors rename the old file, and make an empty one
                 return True
         return self.settles and now >= self._seen_at + _SETTLED_S
 
-    def accept(self) -> bool:
-        """Note that it is read as it was at the last look; return whether it still is like that."""
+    def mark_read(self) -> bool:
+        """Note that it was read as at the last look; return whether it is still like that."""
         if self._look() != self._seen:
             return False
-        self._accepted = self._seen
+        self._read = self._seen
         return True
 
     def _look(self) -> tuple[int, int, int] | None:

@@ -300,7 +300,7 @@ class LimitsFile:
             limits = Limits.read(self._path)
         except UsageError as error:
             mistake = f"{error}; the earlier ones stay"
-        if not self._file.accept():  # what was read may be a part
+        if not self._file.mark_read():  # what was read may be a part
             return False
         self.limits, self._mistake = limits, mistake
         if mistake:

@@ -124,7 +124,7 @@ class HostfileWatch:
         Args:
             now: present time [monotonic s].
         """
-        if self._file is None or not self._file.saved(now) or not self._file.accept():
+        if self._file is None or not self._file.saved(now) or not self._file.mark_read():
             return False
         if (error := self._file.error) is not None:
             gone = isinstance(error, (FileNotFoundError, NotADirectoryError))

@@ -303,7 +303,7 @@ class Newcomers:
         self._file = SavedFile(chosen.hostfile)
 
     def __call__(self) -> list[Host]:
-        if not self._file.saved(time.monotonic()) or not self._file.accept() or self._file.error:
+        if not self._file.saved(time.monotonic()) or not self._file.mark_read() or self._file.error:
             return []
         try:
             now = self._chosen.read_hosts()
