@@ -41,7 +41,8 @@ class Takeover:
         of_engine: whether an engine owns the hosts: it can reach no others, which are not asked.
 
     Attributes:
-        latest: the same where their agents are being started, as on busy hosts [monotonic s].
+        latest: until when ``deadline`` is moved forward while agents of hosts of the last
+            generation are being started, as on busy hosts [monotonic s].
         asked: hosts whose agent is started: those of the last generation and those of the
             hostfile. A host that is no longer in the hostfile may hold workers that have to end.
         postponed: messages of agents that are handled once the takeover is complete.
