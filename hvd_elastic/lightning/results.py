@@ -37,13 +37,13 @@ class EvaluationResults(_ResultCollection):
     def _get_cache(self, metric: Any, on_step: bool) -> Any:
         meta, sync = metric.meta, metric.meta.sync
         asked = sync.should
-        if not on_step:
-            sync.should = not self._is_told(metric)
-            is_reduced = meta.on_epoch and metric.is_tensor and metric._computed is None
-            if is_reduced and sync.should and not sync.rank_zero_only:
-                own = names_code([f"{meta.fx}.{meta.name}"])
-                check_names(sync.fn(own, reduce_op="sum"), [meta.name])
         try:
+            if not on_step:
+                sync.should = not self._is_told(metric)
+                is_reduced = meta.on_epoch and metric.is_tensor and metric._computed is None
+                if is_reduced and sync.should and not sync.rank_zero_only:
+                    own = names_code([f"{meta.fx}.{meta.name}"])
+                    check_names(sync.fn(own, reduce_op="sum"), [meta.name])
             return _ResultCollection._get_cache(metric, on_step)
         finally:
             sync.should = asked

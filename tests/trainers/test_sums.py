@@ -13,6 +13,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed: make test-t
 
 from torchmetrics import MeanMetric
 
+from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults, names_code
 from hvd_elastic.lightning.sums import Sums
@@ -152,6 +153,18 @@ def test_other_names_in_a_validation_are_an_error(other: str) -> None:
     else:
         with pytest.raises(ScriptError, match=r"this one has 'loss_a' where another rank has"):
             results.metrics(on_step=False)
+
+
+def test_a_validation_whose_reduction_was_cut_can_be_repeated() -> None:
+    def cut(*_: Any, **__: Any) -> torch.Tensor:
+        raise GenerationBrokenError("a rank has died")
+
+    results = EvaluationResults(training=False)
+    log(results, "loss", 4.0, fx="validation_step", sync_dist_fn=cut)
+    with pytest.raises(GenerationBrokenError):
+        results.metrics(on_step=False)
+    results.reset()
+    log(results, "loss", 2.0, fx="validation_step", sync_dist_fn=cut)
 
 
 def test_values_of_an_epoch_are_reduced_in_the_order_of_their_names() -> None:
