@@ -284,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise _RefusedError(HTTPStatus.BAD_REQUEST, why)
 
     def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
-        body = text.encode()
+        body = text.encode(errors="backslashreplace")
         self.send_response(status)
         self._head(kind)
         self.send_header("Content-Length", str(len(body)))

@@ -140,6 +140,14 @@ def test_a_part_of_a_chart_has_all_its_points(viewer: Viewer, folder: Path) -> N
     assert viewer.get("/runs/digits-3/charts/loss?from=a&to=1")[0] == 400
 
 
+def test_words_that_are_not_utf8_are_shown(viewer: Viewer, folder: Path) -> None:
+    with EventLog(folder / "events.jsonl") as log:
+        write(log, "warning", {"message": "no folder /data/caf\udce9"})
+    status, page, _ = viewer.get("/runs/digits-3")
+    assert status == 200
+    assert r"/data/caf\udce9" in page
+
+
 def test_a_run_that_is_removed_is_told(viewer: Viewer, folder: Path) -> None:
     news = viewer.stream("/runs/digits-3/events")
     next(news)
