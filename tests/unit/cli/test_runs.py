@@ -584,3 +584,14 @@ def test_words_of_a_command_that_are_not_utf8_are_shown(call: Call) -> None:
     assert (done.status, done.err) == (0, "")
     page = (folder.path / "report.html").read_text(encoding="utf-8")
     assert r"/data/caf\udce9" in page
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json(call: Call) -> None:
+    folder = RunFolder.create("live")
+    with leader(folder, lambda *_: False) as log:
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        for step, loss in ((8, 0.5), (9, float("nan"))):
+            write(log, "metrics", {"step": step, "loss": loss})
+        for words in (["status"], ["report"]):
+            told = json.loads(call(*words, "--json").out, parse_constant=pytest.fail)
+            assert told["final_metrics"]["loss"] is None
