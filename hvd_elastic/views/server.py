@@ -213,8 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(comparison_page(chosen, runs.compare(chosen)), _HTML)
             case ["compare", "events"]:
                 self._stream(runs.compare(self._query("run")).render)
-            case ["compare", "charts", name]:
-                self._send_points(runs.compare(self._query("run")), name)
+            case ["compare", "charts", *parts]:  # of the name, which may have slashes
+                self._send_points(runs.compare(self._query("run")), "/".join(parts))
             case ["metrics"]:
                 told = [(run.read(), run.state()) for run in runs.recent()]
                 self._send(prometheus_text(told), CONTENT_TYPE)
@@ -222,8 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(run_page(runs.get(run_id), control=self.server.control), _HTML)
             case ["runs", run_id, "events"]:
                 self._stream(runs.get(run_id).render)
-            case ["runs", run_id, "charts", name]:
-                self._send_points(runs.get(run_id), name)
+            case ["runs", run_id, "charts", *parts]:
+                self._send_points(runs.get(run_id), "/".join(parts))
             case ["assets", name] if name in _ASSETS:
                 self._send(read_asset(name), _ASSETS[name])
             case _:
