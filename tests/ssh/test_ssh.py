@@ -403,7 +403,10 @@ def test_a_lost_connection_is_noticed(server: Sshd, options: SshOptions) -> None
         assert not connection.alive
 
 
-def test_a_host_that_falls_silent_cannot_hold_the_caller(options: SshOptions) -> None:
+def test_a_host_that_falls_silent_cannot_hold_the_caller(
+    options: SshOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.hosts.process.SIGNAL_S", 0.5)
     with connect(Host("node1"), options) as connection:
         process = connection.start("cat")
         pid = int(connection.run("echo $PPID", LIMIT_S).text)
