@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from hvd_elastic.errors import HvdElasticError, RunError, StrangerError, UsageError
-from hvd_elastic.jobs.job import Answer, Request
+from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
+from hvd_elastic.jobs.job import Answer, Request, encode_job
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.own_files import user_words
 from hvd_elastic.programs.peers import peer_groups, peer_uid
@@ -228,6 +228,7 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
 
     Raises:
         RefusedError: it refused.
+        UsageError: a word of the request is not UTF-8.
         RunError: there is no daemon, it does not answer, or it is another user's; to them nothing
             was sent.
     """
@@ -237,12 +238,7 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
         folder = place.path.resolve()  # not this user's link to it
         up = f"hvd-elastic up HOSTFILE --place {folder} --group GROUP"
         ask = f"Only {owner} can start it: {up}"
-    try:
-        asked = msgspec.json.encode(request)
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{error.object!r} is not UTF-8, as all of a job has to be. Rename it, or name a link"
-        ) from None
+    asked = encode_job(request)
     try:
         with _connect(place) as connection:
             connection.sendall(asked)
