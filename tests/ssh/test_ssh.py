@@ -415,7 +415,8 @@ def test_a_command_that_ends_while_it_is_sent_something_costs_no_other(
         other = connection.start("cat")
         process = connection.start(f"until [ -e {shlex.quote(str(gate))} ]; do sleep 0.05; done")
         transport, writer = connection._transport, threading.current_thread()
-        send, channel = transport._send_user_message, process._ends._channel
+        ends: Any = process._ends
+        send, channel = transport._send_user_message, ends._channel
 
         def send_late(message: Any) -> None:
             if threading.current_thread() is writer and not gate.exists():
