@@ -37,7 +37,7 @@ from hvd_elastic.programs.accept_peers import accept_peers
 from hvd_elastic.programs.dial_back import CONTROL_PATIENCE_S
 from hvd_elastic.programs.secure_stream import PATIENCE_S, Kind, SecureStream
 
-_START_S = 60.0
+_START_S = 40.0
 """How long a host may take to open the connection of a command [s]."""
 _LOOK_S = 1.0
 """Time between two looks whether it is still connected meanwhile [s]."""
