@@ -139,24 +139,22 @@ async def read_caller(connection: socket.socket) -> Caller | None:
     """
     calls: MessageDecoder[_Call] = MessageDecoder(_Call, "an agent process")
     descriptors: list[int] = []
-
-    def close() -> None:
+    connection.setblocking(False)
+    try:
+        if peer_uid(connection) != os.getuid():
+            raise ValueError("another user")
+        data = await asyncio.wait_for(_read_call(connection, descriptors), _LIVE_ANSWER_S)
+        call = calls.decode(data)
+        read, write = descriptors
+    except (OSError, ValueError, ProtocolError, asyncio.TimeoutError):
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
-
-    with contextlib.ExitStack() as undo:
-        undo.callback(close)
-        connection.setblocking(False)
-        try:
-            if peer_uid(connection) != os.getuid():
-                raise ValueError("another user")
-            data = await asyncio.wait_for(_read_call(connection, descriptors), _LIVE_ANSWER_S)
-            call = calls.decode(data)
-            read, write = descriptors
-        except (OSError, ValueError, ProtocolError, asyncio.TimeoutError):
-            return None
-        undo.pop_all()
+        return None
+    except asyncio.CancelledError:
+        # This process ends, for which the caller waits: it would kill one that closed too early.
+        connection.detach()
+        raise
     return Caller(connection, call.hello, call.rest, read, write)
 
 

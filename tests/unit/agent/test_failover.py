@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.agent import failover
-from hvd_elastic.agent.failover import call_predecessor, listen_for_successors
+from hvd_elastic.agent.failover import call_predecessor, listen_for_successors, read_caller
 from hvd_elastic.errors import RunError
 from hvd_elastic.wire import messages as msg
 from tests.unit.wire.wire_samples import leader_hello
@@ -26,6 +29,25 @@ def test_agents_of_long_names_below_a_long_home_find_each_other(tmp_path: Path) 
         with pytest.raises(RunError, match="another agent of this run"):
             listen_for_successors(spool)
     listen_for_successors(spool).close()
+
+
+def test_who_calls_an_agent_that_ends_waits_for_its_end() -> None:
+    """If the connection were closed before, the caller would kill the agent."""
+    connection, caller = socket.socketpair()
+    number = connection.fileno()
+
+    async def end() -> None:
+        reading = asyncio.ensure_future(read_caller(connection))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(end())
+    caller.setblocking(False)
+    with caller, pytest.raises(BlockingIOError):
+        caller.recv(1)
+    os.close(number)
 
 
 # An agent that answers after a second.
