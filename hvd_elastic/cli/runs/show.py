@@ -188,6 +188,7 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
     events = folder.follow_events(last_bytes=_HISTORY_BYTES)
     output = Follower(folder.output, decode_output, last_bytes=_HISTORY_BYTES)
     ended: RunFinished | None = None
+    follows = ends_now = False
     try:
         with RunView() as view:
             while True:
@@ -196,17 +197,19 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
                 for event in sorted(news, key=attrgetter("t")):
                     match event:
                         case RunFinished():
-                            ended = event
+                            ended, ends_now = event, follows
                         case RunStarted():
-                            ended = None
+                            ended, ends_now = None, False
                     if as_json:
                         print(json.dumps(as_record(event)), flush=True)
                     elif isinstance(event, Output):
                         view.output(event.host, event.local_rank, event.line)
                     else:
                         view.show(event)
-                if ended is not None or not alive:
+                # An end before this may be an earlier one, of a run that is just being resumed.
+                if ends_now or not alive:
                     break
+                follows = True
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:
         print(
