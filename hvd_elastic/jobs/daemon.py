@@ -275,8 +275,10 @@ class Daemon:
             for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
-        job = self._queue.limit_time(job, *self._limits.limits.longest(job))
+        limit_s, whose = self._limits.limits.longest(job)
         if led:
+            progress.led_at = time.time()
+            job = self._queue.limit_time(job, limit_s, whose)
             if job.stop is StopReason.TIME_LIMIT:
                 self._runs.stop(job, f"it has run as long as it may ({job.reason.split(':')[0]})")
             elif job.stop is not None:
@@ -286,7 +288,10 @@ class Daemon:
             return
         if (ending := self._runs.ending(job)) is not None:
             if all(map(self._health.is_judged, progress.hosts.unfit)):  # else in a moment
-                self._run_ended(job, ending.status, ending.message)
+                # It may have ended while no daemon was there; its clock may have been set back.
+                at = min(time.time(), max(ending.at, job.started_at or 0.0, progress.led_at))
+                job = self._queue.limit_time(job, limit_s, whose, at)
+                self._run_ended(job, ending.status, ending.message, at)
         elif self._runs.failed_to_begin(job):
             self._run_ended(job, "failed", self._runs.why_not_begun(job))
         else:
@@ -376,7 +381,8 @@ class Daemon:
         self._gpus.ask_again([host])
         self._queue.changed = True
 
-    def _run_ended(self, job: Job, status: str, message: str) -> None:
+    def _run_ended(self, job: Job, status: str, message: str, at: float | None = None) -> None:
+        """Take the end of a run; ``at``: when that was [Unix s], None: now."""
         retries, failures = job.request.retries, job.failures
         if job.request.user is not None:
             message = one_line(message)
@@ -386,34 +392,35 @@ class Daemon:
         if status == "succeeded":
             for host in job.held:
                 self._health.host_works(host, _python(job))
-            ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
+            ended = self._queue.ended(job, JobStatus.SUCCEEDED, message, at)
         elif job.stop is StopReason.CANCEL:
             cancelled = job.request.cancelled or Cancelled("its user")
             state, also = cancelled.cause.status, ""
             if status != "stopped":
                 state, also = JobStatus.CANCELLED, f"; it ended with: {message}"
-            ended = self._queue.ended(job, state, f"{cancelled}{also}")
+            ended = self._queue.ended(job, state, f"{cancelled}{also}", at)
         elif job.stop is StopReason.TIME_LIMIT:
             also = "" if status == "stopped" else f"; it ended with: {message}"
-            ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
+            ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also, at)
         elif status == "stopped" and job.stop is StopReason.REQUEUE:
-            self._queue.put_back(job, job.reason)
+            self._queue.put_back(job, job.reason, at=at)
             self._runs.release(job, ended=True)
             return
         elif status == "stopped":
-            ended = self._queue.ended(job, JobStatus.CANCELLED, "its run was stopped by its user")
+            why = "its run was stopped by its user"
+            ended = self._queue.ended(job, JobStatus.CANCELLED, why, at)
         elif unfit := self._unfit_hosts(job):
-            self._queue.put_back(job, f"waits: {unfit}")
+            self._queue.put_back(job, f"waits: {unfit}", at=at)
             self._runs.release(job, ended=True)
             return
         elif failures < retries:
             why = f"failed, and is tried again ({failures + 1} of {retries}): {message}"
-            self._queue.put_back(job, why, failed=True)
+            self._queue.put_back(job, why, failed=True, at=at)
             self._runs.release(job, ended=True)
             return
         else:
             tried = f" ({count(failures + 1, 'attempt')})" if retries else ""
-            ended = self._queue.ended(job, JobStatus.FAILED, f"{message}{tried}")
+            ended = self._queue.ended(job, JobStatus.FAILED, f"{message}{tried}", at)
         self._runs.forget(ended)
         self._losses.pop(job.number, None)
 

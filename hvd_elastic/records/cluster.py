@@ -169,10 +169,10 @@ class ClusterSummary:
         at = _number(record.get("t"))
         if at is None:
             return
-        if self.started is None:
-            self.started = at
-        self.ended = max(at, self.ended or at)
-        at_s = max(0.0, at - self.started)
+        if self.started is None or self.ended is None:
+            self.started = self.ended = at
+        self.ended = max(at, self.ended)  # a clock that was set back stops meanwhile
+        at_s = self.ended - self.started
         key = str(record.get("job"))
         match record.get("kind"):
             case "cluster_hosts":
@@ -186,16 +186,16 @@ class ClusterSummary:
                 self._decided(record, at_s)
             case "job_requeued" if key in self.jobs:
                 job = self.jobs[key]
-                self._hold(job, {}, at_s)
+                job.ended_s = self._ended_s(job, record, at_s)
+                self._hold(job, {}, job.ended_s)
                 self._set_status(job, "queued", at_s)
                 job.ended_s = None
                 job.message, job.reason = _text(record, "reason"), _text(record, "reason")
                 job.requeues += 1
             case "job_finished" if key in self.jobs:
                 job = self.jobs[key]
-                self._hold(job, {}, at_s)
+                self._hold(job, {}, self._ended_s(job, record, at_s))
                 self._set_status(job, _text(record, "status") or "ended", at_s)
-                job.ended_s = at_s
                 job.message, job.reason = _text(record, "message"), ""
 
     def _started(self, job: JobRecord, record: Mapping[str, Any], at_s: float) -> None:
@@ -235,6 +235,14 @@ class ClusterSummary:
         for host, slots in held.items():
             if job.held.get(host) != slots:
                 self._since_s[job.job, host] = at_s
+    def _ended_s(self, job: JobRecord, record: Mapping[str, Any], at_s: float) -> float:
+        """Return when the run of a job ended [s]: before the event, if no daemon was there."""
+        ended = _number(record.get("ended"))
+        if ended is None or self.started is None:
+            return at_s
+        held_since_s = (self._since_s[job.job, host] for host in job.held)
+        return min(at_s, max(job.submitted_s, ended - self.started, *held_since_s))
+
         job.held = dict(held)
 
     def _set_status(self, job: JobRecord, status: str, at_s: float) -> None:
