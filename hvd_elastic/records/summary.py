@@ -176,7 +176,8 @@ class RunSummary:
         exact: whether ``steps`` and ``examples`` are exact, else there may have been more.
         ended_in: epoch of training when the run ended; None before.
         first_step_s: time from the start of the run to its first completed step [s].
-        size: number of processes that train now; 0 after the end.
+        size: number of processes that trained last, as far as the events tell; 0 after the end. See
+            :meth:`trains_now`.
         hosts: last known hostfile, ``(host, slots)``.
         draining: its drained hosts, by name.
         faults: faults of the hardware of its hosts, by name.
@@ -283,14 +284,23 @@ class RunSummary:
         """Return the number of the last announced generation; 0: there is none."""
         return max((rescale.generation for rescale in self.rescales), default=0)
 
-    @property
-    def present_use(self) -> dict[str, HostUse]:
-        """Return the newest samples of the hosts that still send them, while the run continues."""
-        return {
-            host: use
-            for host, use in self.use.items()
-            if self.size and self.duration_s - use.at_s < _STALE_S
-        }
+    def trains_now(self, state: str) -> int:
+        """Return the number of processes that train in a state of :func:`run_state`; 0: none.
+
+        The events do not tell that a leader died, nor that the workers of a run that waits stopped.
+        """
+        return self.size if state in ("running", "leaderless") else 0
+
+    def present_use(self, state: str) -> dict[str, HostUse]:
+        """Return the newest samples of the hosts that still send them, if the run trains.
+
+        Args:
+            state: state of the run; see :meth:`trains_now`.
+        """
+        if not self.trains_now(state):
+            return {}
+        stale_s = _STALE_S
+        return {host: use for host, use in self.use.items() if self.duration_s - use.at_s < stale_s}
 
     @property
     def hourly_price(self) -> float:
@@ -317,8 +327,9 @@ class RunSummary:
         return {name: self.last[name] for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for ``--json``."""
+        """Return plain data for ``--json``; ``status`` has to be the state that users are shown."""
         data = asdict(self)
+        data["size"] = self.trains_now(self.status)
         del data["series"], data["sizes"], data["placements"]
         data["batch_plan"] = as_record(self.batch_plan) if self.batch_plan else {}
         data["spending"] = data["spending"]["by_cause"]

@@ -259,7 +259,8 @@ def _words_section(summary: RunSummary, state: str) -> str:
     done = summary.last.get("done") if state in GOES_ON else None
     forecast = bar = ""
     if isinstance(done, float):
-        forecast, bar = forecast_words(summary, done, predict_end(summary)), progress_bar(done)
-    told = run_sentences(summary, state, forecast, slow_hosts(summary))
+        end = predict_end(summary) if summary.trains_now(state) else None
+        forecast, bar = forecast_words(summary, done, end), progress_bar(done)
+    told = run_sentences(summary, state, forecast, slow_hosts(summary, state))
     lines = "".join(f"<p>{escape(text)}</p>" for text in told)
     return f'<section class="words">{lines}{bar}</section>' if told else ""

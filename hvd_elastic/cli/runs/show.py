@@ -63,11 +63,11 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     summary.run_id = folder.run_id
     until = None if alive else folder.leaderless_until(summary.ended)
     state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
+    summary.status = state
     if as_json:
         print_json(
             {
                 **summary.as_json(),
-                "status": state,
                 "leader_alive": alive,
                 "leader": folder.leader(),
                 "leaderless_until": until if state == "leaderless" else None,

@@ -269,6 +269,22 @@ def test_attach_ends_as_the_run_does(status: str, code: int) -> None:
     assert (process.returncode, err) == (code, "")
 
 
+def test_attach_to_a_run_that_is_being_resumed() -> None:
+    folder = RunFolder.create("live")
+    with leader(folder) as log:
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 2]]})
+        write(log, "run_finished", {"status": "stopped", "steps": 3})
+        process = started("attach", "live")
+        assert process.stdout is not None
+        while "run stopped after 3 steps" not in (line := process.stdout.readline()):
+            assert line
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 2]]})
+        write(log, "run_finished", {"status": "succeeded", "steps": 9})
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert "run succeeded after 9 steps" in out
+    assert (process.returncode, err) == (0, "")
+
+
 def test_attach_to_a_run_whose_leader_died(call: Call) -> None:
     sample_folder(runs_folder(), status="running")
     done = call("attach")
@@ -290,22 +306,6 @@ def test_ctrl_c_detaches() -> None:
         0,
         "detached; run live continues. End it with: hvd-elastic stop live\n",
     )
-def test_attach_to_a_run_that_is_being_resumed() -> None:
-    folder = RunFolder.create("live")
-    with leader(folder) as log:
-        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 2]]})
-        write(log, "run_finished", {"status": "stopped", "steps": 3})
-        process = started("attach", "live")
-        assert process.stdout is not None
-        while "run stopped after 3 steps" not in (line := process.stdout.readline()):
-            assert line
-        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 2]]})
-        write(log, "run_finished", {"status": "succeeded", "steps": 9})
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert "run succeeded after 9 steps" in out
-    assert (process.returncode, err) == (0, "")
-
-
 
 
 def test_stop_waits_for_the_end(call: Call) -> None:
