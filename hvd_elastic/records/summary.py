@@ -21,7 +21,10 @@ from hvd_elastic.records.wording import batch_words, cut_off_words, shares_words
 from hvd_elastic.run_events import Metrics
 
 _STALE_S = 60.0
-"""Age from which a sample of a host is not shown as present [s]."""
+"""Age from which a sample of a host is not shown as present [s]; of many hosts more."""
+_STALE_S_PER_HOST = 0.75
+"""The same for each host of the run [s]: of many hosts, each samples once in a quarter second for
+each of them."""
 _TOGETHER = 10_000
 """Most events that are taken together, since they are in memory meanwhile."""
 _OUTDATED = ("noise_scale", "efficiency", "goodput")
@@ -299,7 +302,7 @@ class RunSummary:
         """
         if not self.trains_now(state):
             return {}
-        stale_s = _STALE_S
+        stale_s = max(_STALE_S, _STALE_S_PER_HOST * len(self.hosts))
         return {host: use for host, use in self.use.items() if self.duration_s - use.at_s < stale_s}
 
     @property
@@ -495,7 +498,7 @@ def _times(run: RunSummary, events: Sequence[ev.ReadEvent]) -> list[float]:
 def _begin_run(run: RunSummary, event: ev.RunStarted, at_s: float) -> None:
     run.run_id = event.run_id or run.run_id
     run.status = "running"
-    run.message = run.failure = run.failed_worker = ""
+    run.message = run.failure = run.failed_worker = run.waiting = ""
     run.plain = event.plain
     run.ended_in = None
     run.attempts += 1
