@@ -289,6 +289,19 @@ def test_runs_are_compared_in_one_page(tmp_path: Path) -> None:
     assert '<span class="key-loss">second</span>' in page
 
 
+def test_a_run_that_trains_on_without_a_leader_has_not_died(tmp_path: Path) -> None:
+    run = RunFolder.create("a", {"leader_grace_s": 3600.0}, root=tmp_path)
+    with EventLog(run.events) as log:
+        write(log, "run_started", {"run_id": "a"})
+    (found,) = write_comparison([run], tmp_path / "c.html")
+    assert found.status == write_report(run).summary.status == "leaderless"
+    with EventLog(run.events) as log:
+        write(log, "waiting", {"reason": "waiting for host n2"})
+    with run.take_lead():
+        (found,) = write_comparison([run], tmp_path / "c.html")
+        assert found.status == write_report(run).summary.status == "waiting"
+
+
 def test_a_run_without_events_is_not_compared(tmp_path: Path) -> None:
     empty = RunFolder.create("empty", root=tmp_path)
     with pytest.raises(RunError, match="run empty has no events yet"):
