@@ -258,7 +258,6 @@ class Daemon:
         progress = self._runs.progress(job)
         if job.number in self._unknown:
             return
-        led = self._runs.is_led(job)  # before reading, so that its last events are read too
         occupied = self._runs.occupied(job)
         # A slot that is empty now may be better for a job than one that it waits for.
         try:
@@ -276,8 +275,8 @@ class Daemon:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
         limit_s, whose = self._limits.limits.longest(job)
-        if led:
-            progress.led_at = time.time()
+        if self._runs.is_led(job):
+            progress.seen_at = time.time()
             job = self._queue.limit_time(job, limit_s, whose)
             if job.stop is StopReason.TIME_LIMIT:
                 self._runs.stop(job, f"it has run as long as it may ({job.reason.split(':')[0]})")
@@ -286,16 +285,16 @@ class Daemon:
             if progress.trained_at is not None:
                 self._losses.pop(job.number, None)
             return
+        # It may have ended while no daemon was there; its clock may have been set back.
+        at = min(time.time(), max(progress.seen_at, job.started_at or 0.0))
         if (ending := self._runs.ending(job)) is not None:
             if all(map(self._health.is_judged, progress.hosts.unfit)):  # else in a moment
-                # It may have ended while no daemon was there; its clock may have been set back.
-                at = min(time.time(), max(ending.at, job.started_at or 0.0, progress.led_at))
                 job = self._queue.limit_time(job, limit_s, whose, at)
                 self._run_ended(job, ending.status, ending.message, at)
         elif self._runs.failed_to_begin(job):
             self._run_ended(job, "failed", self._runs.why_not_begun(job))
         else:
-            self._lead_on(job)
+            self._lead_on(job, at)
 
     def _put_back_orphans(self, running: list[Job], now: float) -> None:
         """Put jobs back that have neither keeper nor leader, when nothing of them is left."""
@@ -439,8 +438,8 @@ class Daemon:
         causes = (cause for host, cause in progress.hosts.unfit.items() if host in lost)
         return "; ".join(map(one_line, causes))
 
-    def _lead_on(self, job: Job) -> None:
-        """Start another leader for a run whose leader has died."""
+    def _lead_on(self, job: Job, at: float) -> None:
+        """Start another leader for a run whose leader has died, at a time [Unix s]."""
         losses = self._losses.setdefault(job.number, _Losses())
         now = time.monotonic()
         if losses.number >= _MOST_LEADER_LOSSES:
@@ -449,12 +448,16 @@ class Daemon:
         elif now >= losses.again_at:
             losses.again_at = now + 2.0 ** (losses.number + 1)
             self._runs.progress(job).trained_at = None
-            self._start(job, job.held)
+            self._start(job, job.held, at)
             losses.number += 1
 
-    def _start(self, job: Job, held: Mapping[str, int]) -> None:
-        """Start a leader; if that raises RunError (a full disk), the job is led on when it can."""
-        started = self._queue.started(job, held)
+    def _start(self, job: Job, held: Mapping[str, int], ran_until: float | None = None) -> None:
+        """Start a leader; if that raises RunError (a full disk), the job is led on when it can.
+
+        Args:
+            ran_until: when the last leader of the run died [Unix s]; None: there was none.
+        """
+        started = self._queue.started(job, held, ran_until)
         try:
             environment = self._store.environment(started)
             self._runs.start(started, self._hosts.known.values(), environment)

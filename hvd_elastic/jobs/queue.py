@@ -396,14 +396,18 @@ class JobQueue:
 
     # -- changes by the daemon ---------------------------------------------------------------
 
-    def started(self, job: Job, held: Mapping[str, int]) -> Job:
-        """Record that the run of a job is about to be started or led on; return the job."""
+    def started(self, job: Job, held: Mapping[str, int], ran_until: float | None = None) -> Job:
+        """Record that the run of a job is about to be started or led on; return the job.
+
+        Args:
+            ran_until: when its last leader died [Unix s]; None: now, or it had none.
+        """
         now = time.time()
         started = replace(
             job,
             status=JobStatus.RUNNING,
             started_at=now,
-            ran_s=job.run_s(now),
+            ran_s=job.run_s(now if ran_until is None else ran_until),
             held=dict(held),
             attempts=job.attempts + 1,
         )

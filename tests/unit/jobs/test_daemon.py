@@ -953,3 +953,20 @@ def test_a_run_that_ends_without_a_daemon_has_ended_then(place: ClusterFolder) -
     (told,) = [each for each in iter_records(place.events) if each["kind"] == "job_finished"]
     assert told["ended"] == end["t"] < told["t"]
     daemon.down(leave_jobs=True)
+
+
+def test_a_run_whose_leader_dies_without_a_daemon_has_run_until_then(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until(lambda: leads(daemon, number))
+    job = daemon.job(number)
+    run = RunFolder.open(job.run_id)
+    daemon.until(lambda: [*iter_records(run.events)])
+    daemon.down(leave_jobs=True)
+    (began,) = iter_records(run.events)
+    os.kill(run.leader()["pid"], signal.SIGKILL)
+    daemon.until(lambda: not run.leader_alive())
+    daemon = Running(place, hosts(place))
+    daemon.until(lambda: daemon.job(number).attempts == 2)
+    assert daemon.job(number).ran_s == began["t"] - (job.started_at or 0.0)
+    daemon.down(leave_jobs=False)
