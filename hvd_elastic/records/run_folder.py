@@ -45,7 +45,7 @@ from hvd_elastic.records.wording import IN_QUEUE
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.run_events import CommandDone, ReadEvent, RunFinished, RunStarted
 
-COMMAND_TIMEOUT_S = 20.0
+COMMAND_TIMEOUT_S = 60.0
 """How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

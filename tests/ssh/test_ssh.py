@@ -436,7 +436,10 @@ def test_a_command_that_ends_while_it_is_sent_something_costs_no_other(
         other.close()
 
 
-def test_a_host_that_falls_silent_cannot_hold_the_caller(options: SshOptions) -> None:
+def test_a_host_that_falls_silent_cannot_hold_the_caller(
+    options: SshOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.hosts.process.SIGNAL_S", 0.5)
     with connect(Host("node1"), options) as connection:
         process = connection.start("cat")
         pid = int(connection.run("echo $PPID", LIMIT_S).text)

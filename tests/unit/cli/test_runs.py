@@ -620,3 +620,27 @@ def test_status_and_report_say_which_checkpoint_is_not_finite(call: Call) -> Non
     assert "step 40, 40.json; that of step 50 holds NaN or infinity in model.head.weight" in told
     page = (folder.path / "report.html").read_text(encoding="utf-8")
     assert "model.head.weight" in page
+
+
+def test_words_of_a_command_that_are_not_utf8_are_shown(call: Call) -> None:
+    folder = RunFolder.create("live")
+    with leader(folder, lambda *_: False) as log:
+        command = ["python", "train.py", "/data/caf\udce9"]
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 3]], "command": command})
+        write(log, "warning", {"message": "no folder /data/caf\udce9"})
+        assert call("status", "--json").json["hosts"]
+        done = call("report", "live")
+    assert (done.status, done.err) == (0, "")
+    page = (folder.path / "report.html").read_text(encoding="utf-8")
+    assert r"/data/caf\udce9" in page
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json(call: Call) -> None:
+    folder = RunFolder.create("live")
+    with leader(folder, lambda *_: False) as log:
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        for step, loss in ((8, 0.5), (9, float("nan"))):
+            write(log, "metrics", {"step": step, "loss": loss})
+        for words in (["status"], ["report"]):
+            told = json.loads(call(*words, "--json").out, parse_constant=pytest.fail)
+            assert told["final_metrics"]["loss"] is None

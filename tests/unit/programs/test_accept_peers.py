@@ -147,7 +147,6 @@ def test_every_port_of_ours_is_served_by_it() -> None:
         if re.search(r"\.accept\(\)", path.read_text(encoding="utf-8"))
     }
     others = {
-        "agent/failover.py",
         "agent/agent.py",
         "jobs/keepers.py",
         "jobs/server.py",
