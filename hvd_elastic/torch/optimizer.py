@@ -117,6 +117,9 @@ class GradientAverager(EagerAverager):
         assert isinstance(other, GradientAverager)
         return self.gradients.trained.shared_with(other.gradients.trained)
 
+    def weight_sums(self) -> list[tuple[str, int]]:
+        return self.gradients.trained.weight_sums()
+
     def first_not_in(self, storages: set[int]) -> str:
         """Return the name and shape of the first trained parameter at no such address, or ""."""
         for parameter, name in self.gradients.names.items():
