@@ -277,8 +277,7 @@ class Rollback:
     def tail_begins(self) -> None:
         """Save the state again after a loop of another library, which runs code after our loop.
 
-        If the state is that of another rank, which has come here already, restore it. Unlike in a
-        script's own code, no `with` block can put weights back there that are exchanged.
+        If the state is that of another rank, which has come here already, restore it.
         """
         if self._left is not None or self._worker.progress.phase not in AFTER_LOOP:
             return
@@ -287,6 +286,12 @@ class Rollback:
             self._restore()
         else:
             self._save_part()
+
+    def library_follows(self) -> None:
+        """Note the weights before a library's code after a loop, which may exchange them.
+
+        Unlike in a script's own code, no `with` block can put them back there.
+        """
         if self._worker.elastic:
             self._weights = self._worker.averagers.weight_sums()
 

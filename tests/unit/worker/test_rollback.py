@@ -355,7 +355,7 @@ def test_weights_that_are_exchanged_for_a_validation_do_not_stay(
     worker.progress = Progress(step=4, position=8, examples=8)
     rollback.loop_ended()
     if change != "in a script":  # which may clamp weights, and puts back what it exchanges
-        rollback.tail_begins()
+        rollback.library_follows()
     weights = training.model.weight.data
     own = weights.clone()
     weights.add_(1.0)
