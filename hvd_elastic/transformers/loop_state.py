@@ -49,7 +49,7 @@ class LoopState(Place):
         self._trainer = trainer
         things = {"trainer": trainer}
         computes = getattr(trainer.compute_metrics, "__self__", trainer.compute_metrics)
-        if hasattr(computes, "__dict__"):  # with batch_eval_metrics it adds batches up
+        if isinstance(getattr(computes, "__dict__", None), dict):  # it may add batches up
             things["compute_metrics"] = computes
         self._things = numbered(trainer.callback_handler.callbacks, _SHOWING) | things
         self._attributes = Attributes(self._named, lambda _, name: name in _OF_PROCESS)
