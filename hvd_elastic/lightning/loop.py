@@ -101,7 +101,7 @@ class ElasticFitLoop(_FitLoop):
         strategy.failed = None
         if trainer.validating:  # a validation was interrupted
             self.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
-            self.epoch_loop.val_loop._results.reset()
+            self.epoch_loop.val_loop._results.forget_cut()
         trainer.training = True
         trainer.lightning_module._current_fx_name = None
         self._follow_rank()

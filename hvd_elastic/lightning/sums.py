@@ -32,6 +32,20 @@ _SMALL = 4096
 """Most elements of a state that is added up in each step."""
 
 
+class _Left(int):
+    """Number of updates of a metric that training has not updated since it began or validated.
+
+    The next update, or a reset, makes it a plain number.
+    """
+
+
+class _Whole(int):
+    """Number of updates of a metric that holds what all ranks have, until it is reset."""
+
+    def __add__(self, more: int) -> _Whole:
+        return _Whole(int(self) + more)
+
+
 class Sums:
     """Metrics of the training batches, as a part of the State.
 
@@ -57,21 +71,24 @@ class Sums:
         self._counts: dict[str, int] = {}
         """Number of updates of a metric when its sums were told; less: it was reset."""
         self._begun: Any = None
-        self._names: list[str] = []
+        self._names: list[str] | None = None
         """Of the states that are added up, with their sizes."""
         self._code = names_code([])
-        self._whole: set[str] | None = None
-        """Where an epoch ends, the metrics that hold what all ranks have; None: it does not."""
+        self._code = self._code.to(next(module.parameters(), self._code).device)
+        self._is_whole = False
+        """Whether metrics of the training batches hold what all ranks have."""
         self._own = {
             name: each for name, each in module.named_modules() if isinstance(each, Metric)
         }
         for name, metric in self._own.items():
             metric.dist_sync_fn = partial(self._gathered, name)
-            metric.distributed_available_fn = partial(self._is_gathered, name)
+            metric.distributed_available_fn = partial(self._is_gathered, metric)
+            metric._update_count = _Left(metric._update_count)  # of the sanity check
 
-    def _is_gathered(self, name: str) -> bool:
+    def _is_gathered(self, metric: Metric) -> bool:
         """Return whether a metric gathers the states of all ranks to compute its value."""
-        return self._together() and self._whole is not None and name not in self._whole
+        is_whole = isinstance(metric._update_count, _Whole)
+        return self._together() and self._is_whole and not is_whole
 
     def _gathered(self, name: str, own: Any, group: Any = None) -> list[Any]:
         """Return the values of all ranks; tensors may differ in shape.
@@ -100,7 +117,7 @@ class Sums:
                 if metric.meta.is_mean_reduction:
                     yield f"log.{key}", metric, "cumulated_batch_size"
         for name, metric in self._own.items():
-            if metric._update_count:
+            if _is_of_training(metric):
                 for state in metric._defaults:
                     if _adds(metric, state):
                         yield f"own.{name}", metric, state
@@ -119,8 +136,10 @@ class Sums:
         """Begin to add up what this rank has added since the last time; once a step."""
         if self._begun is not None:
             return
-        communicator, states = context.current().worker.communicator, self._known_states()
-        if not states:
+        worker, states = context.current().worker, self._known_states()
+        communicator, step = worker.communicator, worker.progress.step
+        # Other ranks may have states, and wait. Not in each step: most scripts have none on any.
+        if not states and (communicator.size == 1 or step & (step - 1)):
             return
         rows = []
         for key, metric, name in states:
@@ -139,7 +158,7 @@ class Sums:
             # Not in each step: to read the sums waits for the device.
             is_checked = names != self._names
             if is_checked:
-                self._names, self._code = names, names_code(names).to(rows[0].device)
+                self._names, self._code = names, names_code(names).to(self._code)
             handle = communicator.sum_async(torch.cat([*rows, self._code]), _NAME)
         self._begun = states, handle, is_checked
 
@@ -187,33 +206,36 @@ class Sums:
             name: [state for state in each._defaults if not _adds(each, state)]
             for name, each in self._own.items()
         }
-        self._whole = {name for name, each in self._own.items() if each._update_count}
-        if not (self._together() and any(kinds.values())):
-            yield
-            self._whole = None
-            return
         before = {
             name: {state: getattr(self._own[name], state) for state in states}
             for name, states in kinds.items()
-            if states and self._own[name]._update_count
+            if states and _is_of_training(self._own[name])
         }
         counts = {name: self._own[name]._update_count for name in before}
-        every = self._gathered("", before)
-        for name in sorted(set().union(*every)):
-            metric = self._own[name]
-            for state in kinds[name]:
+        is_joined = self._together() and any(kinds.values())
+        every = self._gathered("", before) if is_joined else []
+        joined = set().union(*every)
+        for name, metric in self._own.items():
+            for state in kinds[name] if name in joined else ():
                 parts = [each[name][state] for each in every if name in each]
                 setattr(metric, state, _joined(metric._reductions[state], parts))
-            metric._update_count, metric._computed = max(metric._update_count, 1), None
-            self._whole.add(name)
+                metric._computed = None
+            if name in joined or _is_of_training(metric):
+                metric._update_count = _Whole(max(metric._update_count, 1))
+        self._is_whole = True
         yield
-        self._whole = None
-        for name, states in before.items():
-            metric = self._own[name]
-            if metric._update_count == counts[name]:  # else it was reset, or continues
-                for state, value in states.items():
+        self._is_whole = False
+        for name, metric in self._own.items():
+            if not isinstance(metric._update_count, _Whole):  # it was reset, or is of a validation
+                metric._update_count = _Left(metric._update_count)
+                continue
+            metric._update_count = int(metric._update_count)
+            if name in before and metric._update_count == counts[name]:  # else it continues
+                for state, value in before[name].items():
                     setattr(metric, state, value)
                 metric._computed = None
+            elif name in joined - before.keys():  # only other ranks have updated it
+                metric.reset()
 
     # -- a part of the State ---------------------------------------------------------------
 
@@ -232,7 +254,7 @@ class Sums:
         """Go back to an earlier :meth:`snapshot`."""
         told, counts, own, results = values
         self._told, self._counts = dict(told), dict(counts)
-        self._begun = self._whole = None
+        self._begun, self._is_whole = None, False
         for name, (states, count) in own.items():
             metric = self._own[name]
             for state, value in states.items():
@@ -251,7 +273,7 @@ class Sums:
         """Take over the sums of all ranks; what is no sum starts again on this one."""
         self._results.load_state_dict(state["results"], reduce, self._own)
         self._told, self._counts = dict(state["told"]), dict(state["counts"])
-        self._begun = self._whole = None
+        self._begun, self._is_whole = None, False
         for metric in self._own.values():
             metric.reset()
         metrics: dict[str, Any] = {f"own.{name}": each for name, each in self._own.items()}
@@ -263,6 +285,11 @@ class Sums:
                 value = getattr(found, name)
                 setattr(found, name, total.reshape(value.shape).to(value))
                 found._update_count = self._counts.setdefault(key, 1)
+
+
+def _is_of_training(metric: Metric) -> bool:
+    """Return whether training has updated a metric since it was reset or validated."""
+    return bool(metric._update_count) and not isinstance(metric._update_count, _Left)
 
 
 def _was_reset(metric: Any, counted: int, value: torch.Tensor, before: torch.Tensor) -> bool:

@@ -106,6 +106,20 @@ def test_kill_9_in_a_gan_changes_nothing(
     assert len(logged[0]) >= len(logged[1]), "what the first rank 0 has logged is there"
 
 
+@COSTLY
+def test_weights_that_a_validation_exchanges_are_not_trained_on(
+    stage: Stage, start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILLS", json.dumps([["validation", 1, 1]]))
+    monkeypatch.setenv("EXCHANGE", "1")
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(SCRIPT), "FOLDER"])
+    assert job.wait(WAIT_S) != 0, job.story()
+    assert (job.folder / "killed-0").exists(), job.story()
+    assert "had other values than after the last batch" in job.story()
+    assert not (job.folder / "end.json").exists()
+
+
 @pytest.mark.parametrize(
     "feature",
     [

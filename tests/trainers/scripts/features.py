@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn, utils
+from torchmetrics.regression import R2Score, SpearmanCorrCoef
 
 from hvd_elastic.lightning import ElasticStrategy
 
@@ -31,6 +32,7 @@ class Model(L.LightningModule):
         norm = nn.BatchNorm1d(16) if FEATURE == "batch_norm" else nn.Identity()
         self.net = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 1))
         self.noticed: list[float] = []
+        self.validated = nn.ModuleDict({"r2": R2Score(), "spearman": SpearmanCorrCoef()})
 
     def step(self, batch):
         inputs, targets = batch
@@ -43,6 +45,17 @@ class Model(L.LightningModule):
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", self.step(batch), prog_bar=True)
+        predicted, targets = self.net(batch[0]).flatten(), batch[1].flatten()
+        for metric in self.validated.values():
+            metric.update(predicted, targets)
+
+    def on_validation_epoch_start(self):
+        for metric in self.validated.values():  # it has values after the sanity check too
+            metric.reset()
+
+    def on_validation_epoch_end(self):
+        for name, metric in self.validated.items():
+            self.log(name, metric.compute())
 
     def test_step(self, batch, batch_idx):
         self.log("test_loss", self.step(batch))
