@@ -211,7 +211,7 @@ def prepare(
         if settings.again:
             raise DataError(
                 "--again does not go with --hostfile; remove the folder on the hosts: "
-                f"runclust -k {settings.hostfile} rm -r {folder}"
+                f"runclust {settings.hostfile} rm -r {folder}"
             )
         names = [path.name for path in paths]
         return prepare_on_hosts(settings.hostfile, folder, names, made_from["sources_sha256"])

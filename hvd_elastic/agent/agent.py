@@ -37,9 +37,9 @@ from typing import IO, Any
 from hvd_elastic import __version__
 from hvd_elastic.agent.failover import (
     Caller,
-    answer_caller,
     call_predecessor,
     listen_for_successors,
+    read_caller,
     write_last_checkpoint,
 )
 from hvd_elastic.agent.hardware import HardwareWatch
@@ -410,9 +410,13 @@ class Agent:
     def _at_the_door(self) -> None:
         """Accept a new agent process, started by another leader or by the same one again."""
         assert self._door is not None
-        caller = answer_caller(self._door)
+        with contextlib.suppress(OSError):  # it is gone again
+            self._start_task(self._hear_out(self._door.accept()[0]))
+
+    async def _hear_out(self, connection: socket.socket) -> None:
+        caller = await read_caller(connection)
         if caller is not None:
-            self._start_task(self._meet(caller))
+            await self._meet(caller)
 
     async def _meet(self, caller: Caller) -> None:
         other = caller.hello.leader != self._hello.leader

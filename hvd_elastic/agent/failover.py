@@ -34,8 +34,10 @@ from hvd_elastic.records.process_lock import take_lock
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
-# Maximum wait for the other agent process, after which it counts as suspended or dead.
+# Maximum wait for the other agent process, after which it counts as suspended or dead: shorter for
+# one whose workers end in any case. A leader that takes over waits longer for its hosts.
 _ANSWER_S = 8.0
+_LIVE_ANSWER_S = 30.0
 _SOCKET = "agent"
 # Interval at which the progress of the last checkpoint is checked.
 _LOOK_S = 0.1
@@ -130,35 +132,51 @@ def _only_one(spool: Path) -> Iterator[None]:
         yield
 
 
-def answer_caller(listener: socket.socket) -> Caller | None:
-    """Accept a caller and read its message; None if it is gone, invalid or another user's.
+async def read_caller(connection: socket.socket) -> Caller | None:
+    """Read the message of who has connected; None if it is gone, invalid or another user's.
 
-    The caller sends everything at once, so this hardly blocks.
+    A caller may be suspended before it has sent everything.
     """
-    try:
-        connection, _ = listener.accept()
-    except OSError:
-        return None
+    calls: MessageDecoder[_Call] = MessageDecoder(_Call, "an agent process")
     descriptors: list[int] = []
-    try:
-        connection.settimeout(_ANSWER_S)
-        if peer_uid(connection) != os.getuid():
-            raise ValueError("another user")
-        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 2)
-        while not data.endswith(b"\n"):
-            more = connection.recv(1 << 16)
-            if not more or len(data) > _MAX_HELLO_BYTES:
-                raise ValueError("no complete message")
-            data += more
-        calls: MessageDecoder[_Call] = MessageDecoder(_Call, "an agent process")
-        call = calls.decode(data)
-        read, write = descriptors
-    except (OSError, ValueError, ProtocolError):
+
+    def close() -> None:
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        return None
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(close)
+        connection.setblocking(False)
+        try:
+            if peer_uid(connection) != os.getuid():
+                raise ValueError("another user")
+            data = await asyncio.wait_for(_read_call(connection, descriptors), _LIVE_ANSWER_S)
+            call = calls.decode(data)
+            read, write = descriptors
+        except (OSError, ValueError, ProtocolError, asyncio.TimeoutError):
+            return None
+        undo.pop_all()
     return Caller(connection, call.hello, call.rest, read, write)
+
+
+async def _read_call(connection: socket.socket, descriptors: list[int]) -> bytes:
+    """Return the message of a caller, and add the descriptors that come with it."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(connection, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(connection)
+    data, found, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+    descriptors += found
+    while not data.endswith(b"\n"):
+        more = await loop.sock_recv(connection, 1 << 16)
+        if not more or len(data) > _MAX_HELLO_BYTES:
+            raise ValueError("no complete message")
+        data += more
+    return data
 
 
 def call_predecessor(
@@ -182,7 +200,7 @@ def call_predecessor(
     """
     try:
         with socket_in(spool, _SOCKET) as address:
-            connection = connect_own(address, _ANSWER_S)
+            connection = connect_own(address, _LIVE_ANSWER_S if hello.take_over else _ANSWER_S)
     except OSError:
         return None
     with connection:

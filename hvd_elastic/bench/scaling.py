@@ -366,8 +366,9 @@ def knee(found: Sequence[Cost]) -> Cost:
     best = found[0]
     for before, after in pairwise(found):
         faster = before.hours / after.hours - 1
-        dearer = (after.cost / after.hours) / (before.cost / before.hours) - 1
-        if faster < _KNEE * dearer:
+        price = before.cost / before.hours  # 0 for hosts that cost nothing
+        dearer = after.cost / after.hours - price
+        if faster < 0 or faster * price < _KNEE * dearer:
             break
         best = after
     return best

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
+from hvd_elastic.records.json_lines import without_nan
+
 _POLL_S, _TELL_S = 0.1, 60.0
 
 
@@ -43,14 +45,14 @@ def print_table(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> Non
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON that people can read too."""
-    json.dump(value, sys.stdout, indent=2)
+    """Print a value as JSON that people can read too; null for NaN and infinity."""
+    json.dump(without_nan(value), sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
 def print_json_line(value: dict[str, Any]) -> None:
-    """Print one JSON object of several as one line, at once."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    """Print one JSON object of several as one line, at once; null for NaN and infinity."""
+    print(json.dumps(without_nan(value), ensure_ascii=False), flush=True)
 
 
 def wait_until(ended: Callable[[], bool], waiting: str) -> None:

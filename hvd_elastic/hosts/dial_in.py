@@ -15,6 +15,7 @@ import secrets
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +37,10 @@ from hvd_elastic.programs.accept_peers import accept_peers
 from hvd_elastic.programs.dial_back import CONTROL_PATIENCE_S
 from hvd_elastic.programs.secure_stream import PATIENCE_S, Kind, SecureStream
 
-_START_S = 10.0
+_START_S = 40.0
 """How long a host may take to open the connection of a command [s]."""
+_LOOK_S = 1.0
+"""Time between two looks whether it is still connected meanwhile [s]."""
 _UNREAD_BYTES = 1 << 20
 """Output of a command that is taken from the network before its reader asks for it."""
 
@@ -164,12 +167,17 @@ class DialIn:
         failed = f"host {remote.host.name}: no command can be started"
         try:
             remote.send({"start": number, "command": command})
-            try:
-                found = opened.get(timeout=_START_S)
-            except queue.Empty:
-                if self._awaited.pop(number, None) is not None:
-                    raise SshError(f"{failed}: no answer for {_START_S:g} s") from None
-                found = opened.get()  # it has come at this moment
+            deadline = time.monotonic() + _START_S
+            found: SecureStream | OSError | None = None
+            while found is None:
+                with contextlib.suppress(queue.Empty):
+                    found = opened.get(timeout=_LOOK_S)
+                late = time.monotonic() > deadline
+                if found is None and (late or remote not in self.hosts):
+                    if self._awaited.pop(number, None) is not None:
+                        why = f"no answer for {_START_S:g} s" if late else "its link is lost"
+                        raise SshError(f"{failed}: {why}")
+                    found = opened.get()  # it has come at this moment
             if isinstance(found, OSError):
                 raise found
         except OSError as error:
@@ -198,12 +206,14 @@ class DialIn:
             stream.close()
 
     def _refuse(self, address: tuple[Any, ...], error: Exception) -> None:
-        why = error.reason if isinstance(error, ssl.SSLError) else str(error)
+        what, why = "has not shown", str(error)
+        if isinstance(error, ssl.SSLError):
+            what, why = "does not have", error.reason or why
         peer = str(address[0])
         self._warn_once(
             peer,
-            f"a connection from {peer} to the port for hosts was refused: it does not have the "
-            f"key of this run ({why})",
+            f"a connection from {peer} to the port for hosts was refused: it {what} the key of "
+            f"this run ({why})",
         )
 
     def _warn_once(self, about: str, text: str) -> None:

@@ -29,6 +29,8 @@ STRAGGLER_S = 2.0
 _DRAIN_PARTS = 10
 # Time between TERM and KILL.
 TERMINATE_GRACE_S = 2.0
+# Maximum wait for a busy host at each step of sending a signal.
+SIGNAL_S = 10.0
 
 Command = str | Sequence[str]
 Sink = Callable[[bytes], None] | None
@@ -288,7 +290,9 @@ class RemoteProcess:
         self.stdout.mark_end()
 
     def stop(self, grace_s: float = TERMINATE_GRACE_S) -> bool:
-        """Send TERM, after ``grace_s`` KILL, then :meth:`close`; takes at most 3 x ``grace_s``.
+        """Send TERM, after ``grace_s`` KILL, then :meth:`close`.
+
+        It takes at most 3 x ``grace_s``, and :data:`SIGNAL_S` more if the host is slow.
 
         Returns:
             Whether it is known to have ended; False if the host does not answer.
@@ -304,7 +308,7 @@ class RemoteProcess:
         # On a dead connection a send can block for minutes; closing it releases the thread.
         asking = threading.Thread(target=ask, name=f"stop on {self.host}", daemon=True)
         asking.start()
-        asking.join(3 * grace_s)
+        asking.join(3 * grace_s + SIGNAL_S)
         ended = self._ends.wait(0) is not None
         self.close()
         return ended

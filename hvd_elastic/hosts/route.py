@@ -243,9 +243,9 @@ class Route:
         paramiko's order of key exchanges stays. It begins with curve25519 (and its post-quantum
         form if both sides have it), which costs the leader much less than OpenSSH's sntrup761.
         """
-        import paramiko
+        from hvd_elastic.hosts.ordered_channel import OrderedTransport
 
-        transport = paramiko.Transport(sock, **settings)
+        transport = OrderedTransport(sock, **settings)
         # Keepalives prevent gateways from dropping an idle connection. They also give
         # TCP_USER_TIMEOUT data to wait for: a cut cable shows after one minute instead of 15.
         transport.set_keepalive(KEEPALIVE_S)

@@ -23,6 +23,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownKey
 from hvd_elastic.hosts.local import LocalConnection
 from hvd_elastic.hosts.process import (
+    SIGNAL_S,
     Command,
     CommandTimeoutError,
     RemoteProcess,
@@ -62,8 +63,6 @@ PID_MARK = b"\x01hvd-elastic-pid "
 TELL_PID = """sh -c 'printf "\\001hvd-elastic-pid %s\\n" "$PPID" >&2'"""
 # A Python interpreter that replaces the shell prints its own id, which needs no extra process.
 PYTHON_TELLS_PID = r"""import posix; posix.write(2, b"\1hvd-elastic-pid %d\n" % posix.getpid())"""
-# Maximum wait for the process id, and for each step of sending a signal.
-PID_WAIT_S = 2.0
 # Maximum output of login scripts before the process id.
 HELD_BYTES = 64 * 1024
 # A host is lost if its kernel acknowledges nothing for this time. A host that is too busy for its
@@ -331,11 +330,11 @@ class _ChannelEnds:
     def signal(self, name: str) -> None:
         # Not ssh's own signal request, which OpenSSH refuses for root and without privilege
         # separation.
-        if self._pid_known.wait(PID_WAIT_S) and self._pid and not self._channel.closed:
-            channel = self._channel.transport.open_session(timeout=PID_WAIT_S)
-            channel.settimeout(PID_WAIT_S)
+        if self._pid_known.wait(SIGNAL_S) and self._pid and not self._channel.closed:
+            channel = self._channel.transport.open_session(timeout=SIGNAL_S)
+            channel.settimeout(SIGNAL_S)
             channel.exec_command(f"sh -c 'kill -s {name} -- -{self._pid}'")
-            channel.status_event.wait(PID_WAIT_S)
+            channel.status_event.wait(SIGNAL_S)
             channel.close()
 
     def close(self) -> None:

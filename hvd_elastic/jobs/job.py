@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from hvd_elastic.errors import UsageError
 from hvd_elastic.jobs.host_wish import HostWish
 
 
@@ -326,3 +327,17 @@ class Answer(msgspec.Struct):
     data: Any = None
     needs_keeper: bool = False
     ask_again: bool = False
+
+
+def encode_job(value: Any) -> bytes:
+    """Return a request, or another description of a job, as JSON.
+
+    Raises:
+        UsageError: a word in it is not UTF-8.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{error.object!r} is not UTF-8, as all of a job has to be. Rename it, or name a link"
+        ) from None

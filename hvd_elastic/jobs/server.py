@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
-from hvd_elastic.jobs.job import Answer, Request
+from hvd_elastic.jobs.job import Answer, Request, encode_job
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.own_files import user_words
 from hvd_elastic.programs.peers import peer_groups, peer_uid
@@ -44,6 +44,7 @@ class _Client:
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     answer: bytes | None = None
+    has_to_go: bool = False
     refusal: Answer | None = None
     """Answer to whatever it asks; it is read all the same, since unread data would cut it short."""
 
@@ -83,17 +84,20 @@ class RequestServer:
         Of each other user it is one request, so that none keeps the daemon from its other work.
         """
         self._answered.clear()
-        for key, _ in self._selector.select(timeout_s):
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, _Client):
                 self._move_on(key.data)
             else:
                 key.data()
-        now = time.monotonic()
+        now, moved = time.monotonic(), {key.fd for key, _ in ready}
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Client) and now > key.data.deadline:
-                self._drop(key.data)
+                # It may be late because the daemon was stopped, or waited for its disk.
+                if key.fd not in moved or key.data.has_to_go:
+                    self._drop(key.data)
 
     def close(self) -> None:
         """Stop listening, and close the connections of all clients."""
@@ -123,7 +127,8 @@ class RequestServer:
         clients = [key.data for key in self._selector.get_map().values()]
         own = [each for each in clients if isinstance(each, _Client) and each.user == user]
         if len(own) >= _MOST_OF_OTHERS:
-            min(own, key=lambda each: each.deadline).deadline = 0.0  # serve() is about to drop it
+            oldest = min(own, key=lambda each: each.deadline)
+            oldest.deadline, oldest.has_to_go = 0.0, True  # serve() is about to drop it
 
     def _move_on(self, client: _Client) -> None:
         is_own = client.user == os.getuid()
@@ -223,6 +228,7 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
 
     Raises:
         RefusedError: it refused.
+        UsageError: a word of the request is not UTF-8.
         RunError: there is no daemon, it does not answer, or it is another user's; to them nothing
             was sent.
     """
@@ -232,9 +238,10 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
         folder = place.path.resolve()  # not this user's link to it
         up = f"hvd-elastic up HOSTFILE --place {folder} --group GROUP"
         ask = f"Only {owner} can start it: {up}"
+    asked = encode_job(request)
     try:
         with _connect(place) as connection:
-            connection.sendall(msgspec.json.encode(request))
+            connection.sendall(asked)
             connection.shutdown(socket.SHUT_WR)
             received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
     except ConnectionResetError:

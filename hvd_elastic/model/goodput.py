@@ -271,9 +271,9 @@ def goodput_curve(
     alone = (ranks == 1) & (share > limits.initial_batch_size + 1e-8)
     passes = np.where(alone, np.maximum(passes, passes_alone), passes)
     atomic = np.ceil(share / passes - 1e-8).astype(int)
-    size = ranks * atomic * passes
+    # Shares that were rounded up hold padding beyond the largest batch.
+    size = np.minimum(ranks * atomic * passes, limits.max_batch_size)
     times = model.step_s(hosts, ranks, np.maximum(atomic, 1), passes - 1)
-    # A size that was rounded up may be just above the largest batch.
     useful = 1 - (size - limits.initial_batch_size) / (noise_scale + size)
     goodput = size * useful / times
     goodput = np.where((limits.min_atomic_batch_size <= atomic) & (atomic <= most), goodput, 0.0)

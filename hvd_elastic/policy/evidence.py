@@ -33,7 +33,7 @@ _SHORTEST_S = 1e-9
 _SETTLING = 1
 """Windows after a change that are not timed: readers start, memory is allocated."""
 _NOISE_PATIENCE = 20
-"""Windows after which a noise scale that was never reported counts as infinite."""
+"""Windows without a finite noise scale after which it counts as infinite."""
 _FIRST_PAUSE_S = 1.0
 """Pause of a rescale that is assumed before the first."""
 _PAUSES = 8
@@ -66,6 +66,8 @@ class Evidence:
         self.speeds = RankSpeeds()
         self.timings = StepTimings(LEADER_RULES)
         self._windows = _ProgressWindows()
+        self._noise_at = 0
+        """Number of windows when a noise scale was reported last."""
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self.measured = 0
         self._core_s: float | None = None
@@ -108,7 +110,7 @@ class Evidence:
             self._windows.interrupt()  # a late report of another generation
             return
         if event.noise_scale is not None and 0 <= event.noise_scale < math.inf:
-            self.noise_scale = event.noise_scale
+            self.noise_scale, self._noise_at = event.noise_scale, self._windows.count
         if event.shares is not None:
             self._take_shares(event.shares)
         if event.rank_s:
@@ -117,7 +119,9 @@ class Evidence:
         if window is not None:
             self._take_window(window, event)
         # Steps outside of windows count too, such as the first ones after a rescale.
-        self.done += self._windows.examples_since(event.examples) * self._efficiency()
+        # After a return to a checkpoint they are trained again, and count once.
+        since = self._windows.examples_since(event.examples)
+        self.done = max(0.0, self.done + since * self._efficiency())
 
     def _take_window(self, window: _Window, event: Metrics) -> None:
         batch = window.examples / window.steps
@@ -204,7 +208,7 @@ class Evidence:
         """
         if not self._adaptive:
             return math.inf
-        if math.isnan(self.noise_scale) and self._windows.count >= _NOISE_PATIENCE:
+        if self._windows.count - self._noise_at >= _NOISE_PATIENCE:
             return math.inf
         return self.noise_scale
 
@@ -253,9 +257,9 @@ class _ProgressWindows:
         self._settling = _SETTLING
 
     def examples_since(self, examples: float) -> float:
-        """Return how many examples more than at the last call were trained."""
+        """Return how many examples more than at the last call were trained; below 0: fewer."""
         before, self._examples = self._examples, examples
-        return max(0.0, examples - before)
+        return examples - before
 
     def interrupt(self) -> None:
         """Begin with the next report."""

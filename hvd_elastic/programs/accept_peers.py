@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 """Time limit for a peer to show who it is [s]."""
 MOST_STRANGERS = 512
 """Most strangers at a time, since all hosts of a run may come at the same moment; fewer if this

@@ -9,7 +9,9 @@ from enum import IntEnum
 
 from hvd_elastic.programs.tls import TlsSocket, read_exactly
 
-HANDSHAKE_S = 5.0
+CONNECT_S = 5.0
+"""Time limit for a connection, which needs no processor at the other end [s]."""
+HANDSHAKE_S = 30.0
 """Time limit for a handshake, and for the first frame after it [s]."""
 PATIENCE_S = 60.0
 """Time after which a peer that takes nothing is given up [s]."""
@@ -68,5 +70,5 @@ def dial(address: str, port: int, certificate: str) -> SecureStream:
     Raises:
         ssl.SSLError, OSError: as for :class:`TlsSocket`.
     """
-    plain = socket.create_connection((address, port), HANDSHAKE_S)
+    plain = socket.create_connection((address, port), CONNECT_S)
     return SecureStream(plain, certificate, client=True)

@@ -282,7 +282,12 @@ def decode_record(line: bytes) -> Record | None:
     try:
         record = _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+        # Words of a command that are not UTF-8 are strings with lone surrogates, which only the
+        # standard library decodes.
+        try:
+            record = without_nan(json.loads(line))
+        except (ValueError, RecursionError):
+            return None
     if isinstance(record, dict) and isinstance(record.get("kind"), str):
         return record
     return None

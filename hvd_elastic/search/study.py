@@ -27,7 +27,7 @@ import msgspec
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.jobs.job import JobRequest, encode_job
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.json_lines import without_nan
 from hvd_elastic.records.process_lock import is_locked, take_lock
@@ -404,7 +404,7 @@ def _searched(name: str) -> RunError:
 def _write(folder: Path, definition: Definition) -> None:
     path = folder / "study.json"
     try:
-        write_whole(path, msgspec.json.encode(definition), mode=0o600, synced=True)
+        write_whole(path, encode_job(definition), mode=0o600, synced=True)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -54,8 +54,10 @@ class GradientStatistics(Samples):
     def ready(self) -> bool:
         if not self._ready:
             states = [self._optimizer.state.get(p, {}) for p in self.group_of]
-            self._ready = any(
-                "exp_avg_sq" in state and state["step"] >= MOMENT_STEPS for state in states
+            moments = [state for state in states if "exp_avg_sq" in state]
+            # Others with betas, such as Adamax and Lion, have no second moment to divide by.
+            self._ready = any(state["step"] >= MOMENT_STEPS for state in moments) or (
+                not moments and any(states)
             )
         return self._ready
 

@@ -44,13 +44,13 @@ def render_page(title: str, body: str, data: Mapping[str, Any]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page atomically.
+    """Write a page atomically; characters that UTF-8 lacks are shown as escapes.
 
     Raises:
         RunError: the file cannot be written.
     """
     try:
-        write_whole(path, text)
+        write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise RunError(
             f"cannot write the report to {path}: {error.strerror}. Choose another place with --out."

@@ -255,7 +255,7 @@ def _curve(trial: Trial, reached: int, bounds: tuple[float, float, float]) -> st
     most, low, high = bounds
     whole = (high - low) or 1.0
     points = [
-        f"{100 * point.examples / most:.1f} {20 * (high - point.value) / whole:.1f}"
+        f"{100 * point.examples / (most or 1.0):.1f} {20 * (high - point.value) / whole:.1f}"
         for point in trial.points
         if math.isfinite(point.value)
     ]

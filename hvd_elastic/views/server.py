@@ -213,8 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(comparison_page(chosen, runs.compare(chosen)), _HTML)
             case ["compare", "events"]:
                 self._stream(runs.compare(self._query("run")).render)
-            case ["compare", "charts", name]:
-                self._send_points(runs.compare(self._query("run")), name)
+            case ["compare", "charts", *parts]:  # of the name, which may have slashes
+                self._send_points(runs.compare(self._query("run")), "/".join(parts))
             case ["metrics"]:
                 told = [(run.read(), run.state()) for run in runs.recent()]
                 self._send(prometheus_text(told), CONTENT_TYPE)
@@ -222,8 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(run_page(runs.get(run_id), control=self.server.control), _HTML)
             case ["runs", run_id, "events"]:
                 self._stream(runs.get(run_id).render)
-            case ["runs", run_id, "charts", name]:
-                self._send_points(runs.get(run_id), name)
+            case ["runs", run_id, "charts", *parts]:
+                self._send_points(runs.get(run_id), "/".join(parts))
             case ["assets", name] if name in _ASSETS:
                 self._send(read_asset(name), _ASSETS[name])
             case _:
@@ -284,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise _RefusedError(HTTPStatus.BAD_REQUEST, why)
 
     def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
-        body = text.encode()
+        body = text.encode(errors="backslashreplace")
         self.send_response(status)
         self._head(kind)
         self.send_header("Content-Length", str(len(body)))

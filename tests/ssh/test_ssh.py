@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -403,7 +404,42 @@ def test_a_lost_connection_is_noticed(server: Sshd, options: SshOptions) -> None
         assert not connection.alive
 
 
-def test_a_host_that_falls_silent_cannot_hold_the_caller(options: SshOptions) -> None:
+@pytest.mark.parametrize("what", ["end", "data"])
+def test_a_command_that_ends_while_it_is_sent_something_costs_no_other(
+    options: SshOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What another thread was about to send may not follow the CLOSE: OpenSSH disconnects then."""
+    gate = tmp_path / "gate"
+    with connect(Host("node1"), options) as connection:
+        assert isinstance(connection, SshConnection)
+        other = connection.start("cat")
+        process = connection.start(f"until [ -e {shlex.quote(str(gate))} ]; do sleep 0.05; done")
+        transport, writer = connection._transport, threading.current_thread()
+        ends: Any = process._ends
+        send, channel = transport._send_user_message, ends._channel
+
+        def send_late(message: Any) -> None:
+            if threading.current_thread() is writer and not gate.exists():
+                gate.touch()
+                until(lambda: channel.closed, "the CLOSE of the host")
+            send(message)
+
+        monkeypatch.setattr(transport, "_send_user_message", send_late)
+        if what == "end":
+            process.stdin.close()
+        else:
+            process.stdin.write(b"x")
+        assert process.wait(LIMIT_S) == 0
+        process.close()
+        other.stdin.write(b"still there\n")
+        assert other.stdout.readline(timeout=LIMIT_S) == b"still there\n"
+        other.close()
+
+
+def test_a_host_that_falls_silent_cannot_hold_the_caller(
+    options: SshOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.hosts.process.SIGNAL_S", 0.5)
     with connect(Host("node1"), options) as connection:
         process = connection.start("cat")
         pid = int(connection.run("echo $PPID", LIMIT_S).text)

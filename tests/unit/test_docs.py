@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -33,6 +34,8 @@ _LINK = re.compile(r"\[[^\]\n]+\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```(?P<language>[\w-]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`([^`\n]+)`")
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_ADVISED = re.compile(rf"\b(?:{'|'.join(PROGRAMS)})\b(?:(?!   )[^.;,:()'\"`|\n])*")
+"""A command in a message, up to the end of its sentence."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -71,6 +74,28 @@ def split_command(line: str) -> tuple[str, list[str]]:
     return name, rest
 
 
+def unknown_options(name: str, words: list[str]) -> list[str]:
+    """The options among the words of a command that it does not have."""
+    known = commands_doc.options_of(COMMANDS[name])
+    given = []
+    for word in words:
+        # From here on they are words of the user's own command.
+        if word == "--" or (name == "runclust" and not word.startswith("-") and "/" not in word):
+            break
+        given.append(word.partition("=")[0])
+    return [word for word in given if _OPTION.fullmatch(word) and word not in known]
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """The strings of a module; what they are filled in with is an X."""
+    for node in ast.walk(ast.parse(read(path))):
+        if isinstance(node, ast.JoinedStr):
+            parts = [each.value if isinstance(each, ast.Constant) else "X" for each in node.values]
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 def test_the_readme_is_short_and_every_page_is_in_the_contents() -> None:
     assert len(read(ROOT / "README.md").splitlines()) <= 150
     contents = _LINK.findall(read(ROOT / "docs" / "README.md"))
@@ -97,15 +122,19 @@ def test_commands_and_options_exist(page: Path) -> None:
             assert all(word in ("--help", "-h", "--version", "…") for word in words), line
             continue
         assert name in COMMANDS, f"{page.name}: {line!r}: there is no command {name!r}"
-        known = commands_doc.options_of(COMMANDS[name])
-        for word in words:
-            # From here on they are words of the user's own command.
-            if word == "--" or (
-                name == "runclust" and not word.startswith("-") and "/" not in word
-            ):
-                break
-            if _OPTION.fullmatch(word.partition("=")[0]):
-                assert word.partition("=")[0] in known, f"{page.name}: {line!r}: no option {word}"
+        assert unknown_options(name, words) == [], f"{page.name}: {line!r}"
+
+
+def test_commands_that_messages_advise_have_their_options() -> None:
+    checked = 0
+    for path in [*ROOT.glob("hvd_elastic/**/*.py"), *ROOT.glob("datasets_prep/*.py")]:
+        for text in texts_of(path):
+            for line in _ADVISED.findall(text):
+                name, words = split_command(line)
+                if name in COMMANDS:  # else it is a group, or prose
+                    checked += 1
+                    assert unknown_options(name, words) == [], f"{path}: {line!r}"
+    assert checked > 100
 
 
 @pages

@@ -158,17 +158,15 @@ def synthetic(
     with LiveTable(sizes).shown() as progress:
         found = measure_synthetic(hostfile, hosts, sizes, settings, seconds, options, progress)
     tables = tables_of(found, examples, epochs)
-    notes = notes_of(found, examples, epochs, deadline_h)
-    for path in out or []:
-        write_scaling(path, found, tables)
     if as_json:
         print_json(found.as_json())
-        return
-    for heading, rows in tables:
+    for heading, rows in [] if as_json else tables:
         print(f"{heading}:")
         print_table(rows)
         print()
-    for note in notes:
+    for path in out or []:
+        write_scaling(path, found, tables)
+    for note in [] if as_json else notes_of(found, examples, epochs, deadline_h):
         print(note)
 
 

@@ -22,7 +22,6 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.cli.output import print_json, print_table
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, number_words
-from hvd_elastic.records.json_lines import without_nan
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.evidence import Evidence
@@ -103,7 +102,7 @@ def plan(
         notes.append("The sizes are those that the run's hostfile allows; --hosts N shows others.")
     path = _write(folder, found, notes, out)
     if as_json:
-        print_json(without_nan(_as_json(folder, evidence, found, todo, path)))
+        print_json(_as_json(folder, evidence, found, todo, path))
     else:
         _show(found, notes, path)
 

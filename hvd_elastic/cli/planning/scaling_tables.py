@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, plural, unfiltered
+from hvd_elastic.replaced_files import temporary_in
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -102,6 +106,13 @@ def check_out(paths: Sequence[Path]) -> None:
             raise UsageError(f"--out {path}: its name has to end in {', '.join(_SUFFIXES)}")
         if not path.absolute().parent.is_dir():
             raise UsageError(f"--out {path}: the folder {path.absolute().parent} does not exist")
+        try:
+            with temporary_in(path.absolute().parent) as temporary:
+                temporary.touch()
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        except OSError as error:
+            raise UsageError(f"--out {path}: it cannot be written: {error.strerror}") from error
         if path.suffix == ".png":
             from hvd_elastic.views.plan_page import find_browser
 
@@ -200,8 +211,9 @@ def write_scaling(path: Path, found: Scaling, tables: Sequence[Table]) -> None:
     elif path.suffix == ".png":
         write_picture(render_scaling(found.settings.model, result, ()), path, *_PICTURE)
     else:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.DictWriter(file, [*result["sizes"][0], "predicted"], restval="")
-            rows.writeheader()
-            rows.writerows({**size, "predicted": False} for size in result["sizes"])
-            rows.writerows({**size, "predicted": True} for size in result["predicted"])
+        text = io.StringIO()
+        rows = csv.DictWriter(text, [*result["sizes"][0], "predicted"], restval="")
+        rows.writeheader()
+        rows.writerows({**size, "predicted": False} for size in result["sizes"])
+        rows.writerows({**size, "predicted": True} for size in result["predicted"])
+        write_page(path, text.getvalue())

@@ -26,6 +26,7 @@ from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.leader.resuming import Resumption
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 from hvd_elastic.records.events import as_record
+from hvd_elastic.records.json_lines import without_nan
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import ReadEvent
 
@@ -143,7 +144,7 @@ def lead(
         def show_event(event: ReadEvent) -> None:
             on_start()
             if as_json:
-                view.print(json.dumps(as_record(event)), keep=True)
+                view.print(json.dumps(without_nan(as_record(event))), keep=True)
             else:
                 view.show(event)
 

@@ -246,7 +246,10 @@ class RunOptions:
             found.choose(excluded)
         except HostfileError as error:
             raise UsageError(f"--exclude: {error}") from error
-        return found.without(excluded)
+        try:
+            return found.without(excluded)
+        except HostfileError as error:
+            raise UsageError(str(error)) from error
 
     def check(self) -> None:
         """Check all options before any host is contacted.

@@ -41,8 +41,8 @@ class RunNeeds:
         self._deadline_s = None if objective is None else objective.deadline_s
         self._target = None if objective is None else objective.target
         self._measured = Measured()
-        self._began = time.time()
-        """When the run began [Unix s]."""
+        self._began: float | None = None
+        """When the run began [Unix s]; None: it did not yet."""
         self._slot_throughput = 0.0
         """Examples/s of a slot, as last measured."""
         self._said = ""
@@ -54,7 +54,7 @@ class RunNeeds:
         with self._changing:
             self._measured.note_event(event)
             match event:
-                case RunStarted():
+                case RunStarted() if self._began is None:  # later ones resume it
                     self._began = event.t
                 case Metrics(size=size, throughput=speed) if size and speed:
                     self._slot_throughput = speed / size
@@ -74,12 +74,13 @@ class RunNeeds:
             return MachinePlan(0, asked.most, "no spot machines are wanted")
         offers = self._machines.offers()
         spot = [each for each in held if each.offer.spot]
+        began = time.time() if self._began is None else self._began
         need = MachineNeed(
             asked.most,
             len(spot),
             len(held) - len(spot),
             sum(each.address in self.leaving for each in spot),
-            math.inf if self._deadline_s is None else self._began + self._deadline_s - time.time(),
+            math.inf if self._deadline_s is None else began + self._deadline_s - time.time(),
             self._work_s(asked.most, offers),
             start_s or MachineNeed.start_s,
             asked.budget,

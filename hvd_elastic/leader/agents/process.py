@@ -117,7 +117,10 @@ class AgentProcess:
     # -- why it has ended ------------------------------------------------------------------
 
     def why_ended(self) -> str:
-        """Return why an agent that has answered has ended."""
+        """Return why an agent that has answered is gone."""
+        if self._connection is not None and not self._connection.alive:
+            return "its connection broke"
+        self._process.wait_drained(1.0)
         last = self._last_line()
         return f"the agent ended{': ' + last if last else ''}"
 

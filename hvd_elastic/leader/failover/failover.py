@@ -11,6 +11,7 @@ from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.leader.agents.agents import LOOK_S
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.led_run import LedRun
@@ -26,8 +27,6 @@ _STARTING_S = 45.0
 They take long on a busy host. If the run were led without them, their live workers would be ended,
 and training go back to a checkpoint. With :data:`TAKEOVER_S` it is less than the usual grace time,
 for which they hold out."""
-_LOOK_S = 0.25
-"""Time between two looks at whether they are [s]."""
 
 
 class Takeover:
@@ -293,7 +292,7 @@ class Failover:
         if takeover is None:
             return
         if takeover.deadline <= now < takeover.latest and self._any_starts(takeover.missing):
-            takeover.deadline = now + _LOOK_S
+            takeover.deadline = now + LOOK_S
         if not takeover.complete and now < takeover.deadline:
             return
         self._takeover = None

@@ -259,7 +259,7 @@ def _score(job: Job, cluster: _Cluster, now: float, weights: Weights) -> _Scored
     lost = np.minimum(1.0, job.rescale_s / np.maximum(horizon, 1.0))
     keeps = (sizes == job.slots) & (job.held.keys() <= cluster.names)
     gains = weight * speedup * np.where(keeps, 1.0 + _CERTAIN * job.noise, 1 - lost)
-    gains += weight * _worth_of_deadline(job, alone_s, speedup, lost * ~keeps, now)
+    gains += weight * _worth_of_deadline(job, alone_s, speedup, ~keeps, now)
     values = gains + weight * _WAITING_LOSS * (sizes > 0)
     values = np.where(sizes == 0, 0.0, np.maximum(values, 1e-9))
     present = np.flatnonzero(keeps)
@@ -302,15 +302,15 @@ def _alone_s(job: Job) -> float | None:
 
 
 def _worth_of_deadline(
-    job: Job, alone_s: float | None, speedup: np.ndarray, lost: np.ndarray, now: float
+    job: Job, alone_s: float | None, speedup: np.ndarray, moves: np.ndarray, now: float
 ) -> np.ndarray:
     """Return what each option is worth for the deadline: the same for all that keep it.
 
-    If none keeps it, faster is better.
+    If none keeps it, faster is better. ``moves``: the options that cost a pause.
     """
     if job.deadline_s is None or alone_s is None:
         return np.zeros_like(speedup)
-    left_s = job.deadline_s - now - lost * job.rescale_s
+    left_s = job.deadline_s - now - moves * job.rescale_s
     in_time = (speedup > 0) & (_MARGIN * alone_s <= speedup * left_s)
     if not in_time.any():
         return (_LATE - 1) * speedup

@@ -38,9 +38,8 @@ PING_S = 5.0
 LOOK_S = 0.25
 # A host that takes longer than this after the first ready host joins the running copy later.
 LATE_S = 3.0
-# Time in which a silent host may report again before it is given up; less if no other is copying.
+# Time in which a silent host may report again before it is given up.
 SILENCE_S = 15.0
-LAST_SILENCE_S = 4.0
 # Wait before a broken link is made again, times the number of failures so far.
 RELINK_S = 0.3
 # Number of failures of its links after which a node gets another feeder.
@@ -236,6 +235,8 @@ class CopySession(AbstractContextManager["CopySession"]):
     def _excuse(self, seconds: float) -> None:
         """Extend the deadlines by the time [s] for which the leader itself was suspended."""
         self._chain.discount(seconds)
+        for node in self._nodes.values():
+            node.silent_since += seconds
 
     # ---- one node
 
@@ -513,10 +514,8 @@ class CopySession(AbstractContextManager["CopySession"]):
             self._send_tree(node)
 
     def _give_up_silent(self) -> None:
-        others = {n.state for n in self._nodes.values()} - {"silent", "done", "failed"}
-        limit_s = SILENCE_S if others else LAST_SILENCE_S
         for node in self._nodes.values():
-            if node.state == "silent" and self._now - node.silent_since > limit_s:
+            if node.state == "silent" and self._now - node.silent_since > SILENCE_S:
                 self._drop(node, "it fell silent during the copy")
 
     def _relink(self) -> None:

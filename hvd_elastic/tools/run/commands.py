@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # Added to the fan-out's limit, so that it only ends hosts that hang where no other limit applies.
-BACKSTOP_S = 20.0
+BACKSTOP_S = 30.0
 # Pause before the second attempt to connect; it doubles with each further one.
 FIRST_PAUSE_S = 0.5
 # Exit statuses that a shell defines; SIGNALLED + N is that of signal N.

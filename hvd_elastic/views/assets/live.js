@@ -23,8 +23,24 @@
     place.querySelectorAll(".table").forEach((each, k) => { each.scrollLeft = scrolled[k] ?? 0; });
     if (focused >= 0) place.querySelectorAll(focusable)[focused]?.focus({ preventScroll: true });
   }
-  const source = new EventSource(document.body.dataset.events);
-  source.onmessage = (message) => {
+  let source = null;
+  let gone = false;
+  function listen() {
+    source = new EventSource(document.body.dataset.events);
+    source.onmessage = show;
+    source.onerror = () => { status.textContent = "no connection to the dashboard; trying again"; };
+    source.addEventListener("gone", (message) => {
+      gone = true;
+      source.close();
+      status.textContent = JSON.parse(message.data);
+    });
+  }
+  // Browsers open six connections to a server at most, for all tabs together.
+  function follow() {
+    source?.close();
+    if (!document.hidden && !gone) listen();
+  }
+  function show(message) {
     const { html, data, live } = JSON.parse(message.data);
     const now = data ? data.charts.map((chart) => chart.name).join() : names;
     const replaced = data && now !== names;
@@ -37,11 +53,7 @@
     names = now;
     if (data) window.updateReport(data, replaced);
     status.textContent = live;
-  };
-  source.addEventListener("gone", (message) => {
-    source.close();
-    status.textContent = JSON.parse(message.data);
-  });
+  }
   window.fetchPoints = async (plot, name) => {
     const { min, max } = plot.scales.x;
     const place = new URL(document.body.dataset.events, location.href);
@@ -72,5 +84,6 @@
       }
     });
   }
-  source.onerror = () => { status.textContent = "no connection to the dashboard; trying again"; };
+  document.addEventListener("visibilitychange", follow);
+  follow();
 })();

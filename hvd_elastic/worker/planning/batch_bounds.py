@@ -128,4 +128,12 @@ def bounds_at_odds(limits: BatchLimits, ranks: int) -> str:
             f"{world} the batch has at least {size} examples, more than batch_size={wanted}: a "
             f"pass has at least {low} {bounds}. Make the first bound smaller, or use fewer ranks"
         )
+    least = max(2, low)
+    probes = ranks > 1 or limits.max_accumulation_steps == 0  # the latter is said elsewhere
+    if not probes and wanted < min(2 * least, limits.max_batch_size):
+        return (
+            f"{world} batch_size={wanted} does not adapt: the noise of the gradients is measured "
+            f"between two passes, which have at least {least} examples each. Make batch_size at "
+            f"least {2 * least}, or use more ranks"
+        )
     return ""

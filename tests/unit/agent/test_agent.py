@@ -30,6 +30,7 @@ import pytest
 
 from hvd_elastic import __version__
 from hvd_elastic.agent import agent as agent_module
+from hvd_elastic.agent import failover
 from hvd_elastic.agent.failover import Caller
 from hvd_elastic.agent.leader_link import MOST_ON_THE_WAY
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
@@ -38,10 +39,12 @@ from hvd_elastic.control.endings import crash_stack
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.interfaces import interface_of
 from hvd_elastic.leader.agents.process import agent_command
+from hvd_elastic.own_files import socket_in
+from hvd_elastic.programs.peers import connect_own
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
 from tests import other_user
-from tests.paths import LIMIT_S
+from tests.paths import COSTLY, LIMIT_S
 from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
 from tests.waiting import until
@@ -698,7 +701,7 @@ def test_after_the_grace_time_every_worker_of_the_host_gets_to_write(
 def test_a_step_that_hangs_without_a_leader_is_called_off_for_the_checkpoint(
     start_agent: StartAgent, tmp_path: Path
 ) -> None:
-    agent = start_writers(start_agent, "w0", leader_grace_s=0.2, failure_timeout_s=1.0)
+    agent = start_writers(start_agent, "w0", leader_grace_s=0.2, failure_timeout_s=3.0)
     (tmp_path / "stuck").touch()
     lose_leader(agent)
     assert agent.process.wait(TIMEOUT_S) == 0
@@ -897,15 +900,38 @@ def test_a_leader_that_begins_anew_ends_what_it_left_behind(start_agent: StartAg
     assert old.process.wait(TIMEOUT_S) == 0
 
 
-def test_an_agent_that_stands_still_is_ended_by_the_next(start_agent: StartAgent) -> None:
+@pytest.mark.parametrize("take_over", [False, pytest.param(True, marks=COSTLY)])
+def test_an_agent_that_stands_still_is_ended_by_the_next(
+    start_agent: StartAgent, take_over: bool
+) -> None:
     old = start_agent(leader_grace_s=60)
     old.start_worker()
     old.said_by_worker("ready")
     old.process.send_signal(signal.SIGSTOP)
-    new = start_agent(run_id=old.run_id, leader="second", take_over=True)
+    new = start_agent(run_id=old.run_id, leader="second", take_over=take_over)
     assert new.event("hello")["held"] is None
     assert old.process.wait(TIMEOUT_S) == -signal.SIGKILL
     old.wait_clean()
+
+
+def test_a_caller_that_stands_still_holds_nothing_up(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_agent()
+    agent.event("hello")
+    hello = leader_hello(run_id=agent.run_id, leader="second", take_over=True)
+    text = encode(failover._Call(hello, b""))
+    spool = tmp_path / "spool" / agent.run_id / "node1"
+    with (
+        socket_in(spool, failover._SOCKET) as address,
+        connect_own(address, TIMEOUT_S) as connection,
+        Path(os.devnull).open() as null,
+    ):
+        socket.send_fds(connection, [text[:1]], 2 * [null.fileno()])
+        for _ in range(3):
+            agent.event("beat")
+        connection.sendall(text[1:])
+        assert json.loads(connection.recv(1 << 12))["ev"] == "refused"
 
 
 def test_an_agent_that_is_ending_is_waited_for(start_agent: StartAgent, tmp_path: Path) -> None:

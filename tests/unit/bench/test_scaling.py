@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.bench.scaling import (
+    Cost,
     Scaling,
     Settings,
     cheapest_by,
@@ -85,6 +86,12 @@ def test_cost_knee_and_deadline() -> None:
 def test_speed_that_does_not_pay_ends_at_the_knee() -> None:
     slow = {n: (1 if n <= 4 else 2, figures(0.1 if n <= 4 else 0.19, 0.0)) for n in (1, 4, 8)}
     assert knee(costs(scaling_of(Settings(), HOSTS, slow), 1000, 1)).slots == 4
+
+
+def test_hosts_that_cost_nothing_are_no_dearer() -> None:
+    free = [Cost(1, True, 0.0, 10.0, 0.0), Cost(2, True, 0.0, 6.0, 0.0)]
+    assert knee([*free, Cost(4, True, 3.0, 4.0, 12.0)]).slots == 2
+    assert knee([free[0], Cost(2, True, 0.0, 12.0, 0.0)]).slots == 1
 
 
 def test_prices_are_for_all_hosts_or_none() -> None:

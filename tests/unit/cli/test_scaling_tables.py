@@ -42,6 +42,19 @@ def test_without_a_browser_a_picture_is_refused_first(
         check_out([tmp_path / "r.png"])
 
 
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".html"])
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(UsageError, match=r"--out /proc/r.*: it cannot be written: "):
+        check_out([Path("/proc/r" + suffix)])
+    folder = tmp_path / f"r{suffix}"
+    folder.mkdir()
+    with pytest.raises(UsageError, match="cannot be written: Is a directory"):
+        check_out([folder])
+    folder.rmdir()
+    check_out([folder])
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.skipif(find_program(*BROWSERS) is None, reason="no browser here draws pictures")
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     found = scaling(1, 2, 4)

@@ -26,6 +26,7 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.transfer import receive_file, send_file
+from hvd_elastic.programs import secure_stream
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.programs.secure_stream import Kind, SecureStream, dial
 from tests.waiting import until
@@ -308,7 +309,37 @@ def test_wrong_key_is_refused_and_both_sides_say_so(leader, process):
     assert leader.names() == ["here"]
 
 
-def test_strangers_cost_nothing(leader, process):
+def test_who_shows_no_key_in_time_is_not_said_to_have_another(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a host of the run whose processes were stopped for a while."""
+    monkeypatch.setattr(secure_stream, "HANDSHAKE_S", 0.1)
+    with socket.create_connection(("127.0.0.1", leader.dial_in.invitation["port"])):
+        until(lambda: bool(leader.warnings))
+    assert "it has not shown the key of this run (timed out)" in leader.warnings[0]
+
+
+def test_a_command_on_a_host_that_is_lost_meanwhile_has_failed(
+    leader: Leader, connection: Connection, process: HostProcess
+) -> None:
+    pid = int(connection.run("echo $PPID").text)
+    os.kill(pid, signal.SIGSTOP)  # it does not answer
+
+    def lose() -> None:
+        until(lambda: bool(leader.dial_in._awaited))
+        os.kill(pid, signal.SIGKILL)
+
+    losing = threading.Thread(target=lose)
+    losing.start()
+    with pytest.raises(SshError, match="host here: no command can be started: its link is lost"):
+        connection.start("true")
+    losing.join()
+
+
+def test_strangers_cost_nothing(
+    leader: Leader, process: HostProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secure_stream, "HANDSHAKE_S", 5.0)
     address = ("127.0.0.1", leader.dial_in.invitation["port"])
     silent = [socket.create_connection(address) for _ in range(100)]
     for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000), b"\0"):

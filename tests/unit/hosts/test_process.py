@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,32 @@ class Ends:
 def test_the_last_line_of_a_command_that_has_ended_is_waited_for() -> None:
     ends: Any = Ends()
     assert RemoteProcess(ends, "cat", "gpu1").last_line == "No such file or directory"
+
+
+class SlowEnds:
+    """A command on a host that takes its time to pass a signal on."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self.close = self._ended.set
+
+    def read_stdout(self, _: int) -> bytes:
+        self._ended.wait()
+        return b""
+
+    read_stderr = read_stdout
+
+    def wait(self, timeout_s: float | None) -> int | None:
+        return 0 if self._ended.wait(timeout_s) else None
+
+    def signal(self, _: str) -> None:
+        time.sleep(0.5)
+        self._ended.set()
+
+
+def test_a_signal_is_waited_for_although_the_host_is_slow() -> None:
+    ends: Any = SlowEnds()
+    assert RemoteProcess(ends, "sleep 100", "gpu1").stop(grace_s=0.05)
 
 
 def test_output_is_waited_for_although_this_machine_was_paused(

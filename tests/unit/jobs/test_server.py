@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -169,6 +170,32 @@ def test_client_that_sends_nothing_holds_up_nobody(place: ClusterFolder) -> None
     with connection(place), connection(place) as half:
         half.sendall(b'{"type"')
         assert ask_daemon(place, Hosts()).ok
+
+
+def test_a_daemon_that_was_stopped_gives_up_no_client_for_it(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("hvd_elastic.jobs.server.time", clock)
+    made = RequestServer(place, handle)
+    with connection(place) as asking, connection(place) as silent:
+        for _ in range(2):
+            made.serve(0.02)
+        asking.sendall(msgspec.json.encode(Hosts()))
+        asking.shutdown(socket.SHUT_WR)
+        now_s += 60.0
+        for _ in range(3):
+            made.serve(0.02)
+        assert read_all(asking).ok
+        made.serve(0.02)
+        assert silent.recv(1) == b"", "it is given up"
+    made.close()
+
+
+def test_words_that_are_not_utf8_are_refused(place: ClusterFolder) -> None:
+    with pytest.raises(UsageError, match=r"'caf\\udce9' is not UTF-8"):
+        ask_daemon(place, Cancel([1], "caf\udce9"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

@@ -71,7 +71,7 @@ class Process:
 
 
 class Connection:
-    python = None
+    python, alive = None, True
 
     def __init__(self) -> None:
         self.process = Process()

@@ -211,7 +211,8 @@ def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_p
 
 
 def test_who_asks_a_leader_that_looks_for_live_processes_waits_as_long_as_it_does() -> None:
-    assert COMMAND_TIMEOUT_S > TAKEOVER_S + 2
+    """And as long as a busy machine, or a slow disk, holds it up beside that."""
+    assert COMMAND_TIMEOUT_S > TAKEOVER_S + 30
 
 
 @pytest.mark.parametrize("has_led", [False, True])

@@ -45,7 +45,7 @@ class Process:
 
 
 class Connection:
-    python = None
+    python, alive = None, True
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -120,6 +120,17 @@ def test_a_host_whose_agent_names_another_folder_than_the_run_s_is_not_used(
     (failed,) = heard(hello, env=env)
     assert f"files of the run in {spool}, which is not {expected}" in failed.cause
     assert failed.fatal, "trying again is of no use"
+
+
+@pytest.mark.parametrize(
+    ("alive", "cause"),
+    [(True, "the agent ended: Killed"), (False, "its connection broke")],
+)
+def test_a_lost_connection_is_not_taken_for_the_end_of_the_agent(
+    alive: bool, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "alive", alive)
+    assert heard(HELLO, b"Killed\n")[-1].cause == cause
 
 
 def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over() -> None:

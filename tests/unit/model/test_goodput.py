@@ -12,6 +12,7 @@ from hvd_elastic.model.goodput import (
     BatchLimits,
     BatchPlan,
     best_batch_plan,
+    goodput_curve,
     score_plan,
     statistical_efficiency,
 )
@@ -27,6 +28,15 @@ def model_of(constant: float, each: float, sync: float = 0.0) -> StepTimeModel:
             for k, m, s in places
         ]
     )
+
+
+def test_padding_of_ranks_beyond_the_largest_batch_is_no_work() -> None:
+    model, limits = model_of(0.01, 0.0001), BatchLimits(64, 64, max_accumulation_steps=0)
+    ranks = [32, 63, 64, 128, 256]
+    found = goodput_curve(model, math.inf, limits, [1] * 5, ranks).goodput
+    assert found[1] <= 64 / 0.0102 * 1.05
+    assert found[2] == pytest.approx(max(found))
+    assert found[4] <= found[2]
 
 
 @given(noise=st.floats(0, 1e6), initial=st.integers(1, 500), more=st.lists(st.integers(0, 10**5)))

@@ -123,6 +123,32 @@ def test_a_batch_that_adapts_waits_for_its_noise_scale():
     assert math.isnan(evidence.noise), "an adaptive batch waits for its noise scale"
 
 
+def test_a_noise_scale_that_is_no_longer_finite_is_forgotten():
+    evidence = Evidence()
+    evidence.formed(["a"])
+    plan = {"global_batch_size": 64, "accumulation_steps": 0}
+    limits = {"initial_batch_size": 64, "max_batch_size": 512, "max_atomic_batch_size": None}
+    noted(evidence, "batch_plan", {**plan, "limits": limits}, 0.0)
+    found = []
+    for second in range(0, 80, 2):
+        fields = {"step": second * 10, "examples": second * 640, "size": 1}
+        scale = {"noise_scale": 100.0} if second < 10 else {}
+        noted(evidence, "metrics", fields | scale, float(second))
+        found.append(evidence.noise)
+    assert found[:20] == [100.0] * 20
+    assert found[-1] == math.inf, "each example counts since a noise scale is not finite"
+
+
+def test_what_is_trained_again_after_a_checkpoint_counts_once():
+    evidence = Evidence()
+    for life in range(3):
+        evidence.formed(["a"])
+        for number in range(11):
+            fields = {"step": 10 * number, "examples": 640 * number, "size": 1}
+            noted(evidence, "metrics", fields, 100.0 * life + 2 * number)
+    assert evidence.done == pytest.approx(6400)
+
+
 def test_pauses_are_those_that_were_seen():
     evidence = Evidence()
     for pause_s in (None, 0.2, 9.0, 0.3):

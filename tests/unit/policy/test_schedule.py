@@ -178,6 +178,16 @@ def test_a_deadline_gets_the_slots_that_it_takes_and_no_more() -> None:
     assert slots_of(decide([other, calm], HOSTS, 0.0))["b"] < 8
 
 
+def test_a_pause_counts_against_a_deadline() -> None:
+    hosts = [HostOffer("small", 4), HostOffer("large", 8)]
+    other = Job("b", 0.0, LINEAR, 1e4, {"small": 3, "large": 8}, max_slots=16)
+    late = Job(
+        "a", 0.0, LINEAR, 320.0, {"small": 1}, max_slots=16, deadline_s=100.0, rescale_s=30.0
+    )
+    found = slots_of(decide([late, other], hosts, 0.0))
+    assert found["a"] == 8, "with 4 slots it would end after 30 + 80 s"
+
+
 def test_a_job_that_may_not_be_preempted_keeps_its_minimum() -> None:
     fixed = Job("a", 0.0, LINEAR, 1e9, {"h0": 4}, min_slots=4, max_slots=4, preemptible=False)
     short = [Job(f"s{n}", 1.0, LINEAR, 10.0, max_slots=4) for n in range(20)]

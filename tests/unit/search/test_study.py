@@ -67,6 +67,11 @@ def test_what_was_written_is_found_by_another_process() -> None:
     assert study_names() == ["digits"]
 
 
+def test_words_that_are_not_utf8_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"'caf\\udce9' is not UTF-8"):
+        Study.create(defined(request=replace(REQUEST, name="caf\udce9")))
+
+
 def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
     study = Study.create(defined())
     with study.lock():

@@ -75,6 +75,17 @@ def test_the_ranks_parts_of_the_mean_add_up_to_all_of_it(ranks: int) -> None:
     assert max(elements) <= max(300, 400 / ranks)
 
 
+@pytest.mark.parametrize("make", [torch.optim.Adamax, torch.optim.Adam, torch.optim.SGD])
+def test_each_optimizer_is_ready_after_some_steps(make: Callable[..., Any]) -> None:
+    weights, unused = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(1))
+    optimizer = make([weights, unused], lr=0.1)
+    statistics = GradientStatistics(optimizer)
+    for _ in range(20):
+        weights.grad = torch.ones(4)
+        optimizer.step()
+    assert statistics.ready
+
+
 def test_the_first_steps_of_adam_do_not_spoil_what_is_known_of_its_noise() -> None:
     ratios = []
     for seed in range(12):

@@ -277,3 +277,19 @@ def test_a_plot_is_saved_as_picture(open_page: Any, tmp_path: Path) -> None:
     assert "10:00" in texts
     longest = max((each.get("d") or "" for each in root.iter()), key=len)
     assert longest.count("L") > 500
+
+
+def test_a_page_that_is_not_seen_holds_no_connection(open_page: Any, site: Site) -> None:
+    """Browsers open six connections to a server, for all tabs together."""
+    page = open_page("runs/resnet-8")
+    page.locator("#live", has_text="running").wait_for()
+    hide = "(value) => { Object.defineProperty(document, 'hidden', { value, configurable: true });"
+    hide += " document.dispatchEvent(new Event('visibilitychange')); }"
+    with page.expect_event("requestfailed", lambda asked: asked.url.endswith("/events")):
+        page.evaluate(hide, True)
+    with page.expect_request("**/runs/resnet-8/events"):
+        page.evaluate(hide, False)
+    before = len(marks(page))
+    site.run.join("node5")
+    site.run.flush()
+    page.locator(".marks button").nth(before).wait_for()

@@ -81,3 +81,8 @@ def test_a_search_without_trials_and_one_without_parameters_have_a_page(tmp_path
     one = Trial(0, {}, TrialStatus.RUNNING, (Point(5, math.inf), Point(9, 1.0)))
     write_search_page(path, "mnist", Rules("min", 1), [one], "loss")
     assert "1 trial of 1: 1 running" in path.read_text()
+
+
+def test_a_trial_that_reports_before_it_has_trained_has_a_curve() -> None:
+    first = Trial(0, {}, TrialStatus.RUNNING, (Point(0.0, 0.5, STARTED),))
+    assert 'd="M0.0 0.0"' in render_search("mnist", RULES, [first], "accuracy")

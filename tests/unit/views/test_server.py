@@ -140,6 +140,28 @@ def test_a_part_of_a_chart_has_all_its_points(viewer: Viewer, folder: Path) -> N
     assert viewer.get("/runs/digits-3/charts/loss?from=a&to=1")[0] == 400
 
 
+def test_the_name_of_a_chart_may_have_slashes(viewer: Viewer, folder: Path) -> None:
+    sample_folder(folder.parent, "digits-4")
+    with EventLog(folder / "events.jsonl") as log:
+        write(log, "metrics", {"step": 300, "size": 2, "val/top/5": 0.5})
+    status, text, _ = viewer.get("/runs/digits-3/charts/val%2Ftop%2F5?from=0&to=1e12")
+    assert status == 200, text
+    assert 0.5 in json.loads(text)["lines"][0]
+    both = "run=digits-3&run=digits-4"
+    status, text, _ = viewer.get(f"/compare/charts/val%2Ftop%2F5?{both}&from=0&to=9")
+    assert status == 200, text
+    assert len(json.loads(text)["lines"]) == 2
+    assert viewer.get("/runs/digits-3/charts/val%2Ftop?from=0&to=9")[0] == 404
+
+
+def test_words_that_are_not_utf8_are_shown(viewer: Viewer, folder: Path) -> None:
+    with EventLog(folder / "events.jsonl") as log:
+        write(log, "warning", {"message": "no folder /data/caf\udce9"})
+    status, page, _ = viewer.get("/runs/digits-3")
+    assert status == 200
+    assert r"/data/caf\udce9" in page
+
+
 def test_a_run_that_is_removed_is_told(viewer: Viewer, folder: Path) -> None:
     news = viewer.stream("/runs/digits-3/events")
     next(news)

@@ -60,6 +60,7 @@ def test_a_data_set_below_the_least_pass_is_named() -> None:
             "at 2 ranks the batch has at most 32 .* at least 32, or use more ranks",
         ),
         (1, (1, 3), True, "at 1 rank the batch has at most 48 .* in 16 passes at the most"),
+        (1, (40, None), True, "at 1 rank batch_size=64 does not adapt: .* at least 80"),
         (200, (1, None), True, ""),  # they have no example, which the loader says
     ],
 )

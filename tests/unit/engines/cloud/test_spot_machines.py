@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,7 @@ from hvd_elastic.sim.spot import (
 )
 from tests.unit.engines.cloud.test_machines import POOLS, Cloud
 from tests.unit.policy.known_runs import run_events, true_model
+from tests.unit.records.made_events import noted
 
 TARGET = 1e6
 
@@ -66,8 +68,12 @@ def hosts_of(
     return CloudHosts(tmp_path / "hosts", machines, Reach(definition), said.append, goal)
 
 
-def train(hosts: CloudHosts, noise_scale: float | None = 1e6) -> None:
-    """Have the run measure about 400 examples a second on each of two machines."""
+def train(hosts: CloudHosts, noise_scale: float | None = 1e6, since_s: float = 0.0) -> None:
+    """Have the run measure about 400 examples a second on each of two machines.
+
+    Args:
+        since_s: time since it has begun.
+    """
     limits = {"initial_batch_size": 128, "max_batch_size": 1024}
     limits |= {
         "min_atomic_batch_size": 1,
@@ -76,7 +82,7 @@ def train(hosts: CloudHosts, noise_scale: float | None = 1e6) -> None:
     }
     model = true_model(0.01, 0.0025, 0.001, 1e-4, 0.002, 1e-4)
     events = run_events(model, [(1,), (1, 1)], (128, 256), limits=limits, noise_scale=noise_scale)
-    began = time.time() - events[0].t
+    began = time.time() - since_s - events[0].t
     for event in events:
         event.t += began
         hosts.needs.take_event(event)
@@ -111,6 +117,15 @@ def test_a_deadline_that_is_near_forces_machines_on_demand(
     hosts.begin(4, hosts.machines.live())
     assert markets(cloud) == {False: 4}
     assert any("4 on demand up to the end: " in each for each in said), said
+
+
+def test_a_resumed_run_keeps_its_deadline(cloud, said, tmp_path, monkeypatch):
+    hosts = hosts_of(cloud, said, tmp_path, monkeypatch, 11700.0)
+    train(hosts, since_s=10800.0)
+    again = {"t": time.time(), "resumed": True}
+    noted(SimpleNamespace(note_event=hosts.needs.take_event), "run_started", again, 10800.0)
+    hosts.begin(4, hosts.machines.live())
+    assert markets(cloud) == {False: 4}
 
 
 def test_unknown_work_is_measured_on_one_machine_on_demand(cloud, said, tmp_path, monkeypatch):

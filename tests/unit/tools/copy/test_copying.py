@@ -7,12 +7,15 @@ import pytest
 
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.tools.copy.copying import (
     CopySettings,
     check_destination,
     check_source,
     copy_to_hosts,
 )
+from hvd_elastic.tools.copy.job import CopyJob
+from hvd_elastic.tools.copy.session import CopySession
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,19 @@ def test_sources_that_cannot_be(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="neither a file nor a folder"):
         check_source(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("stopped_s", [0.0, 30.0])
+def test_the_last_host_has_time_to_be_heard_again(stopped_s: float) -> None:
+    """A busy one gives its node no processor for some seconds."""
+    session = CopySession(CopyJob([Host("a")], "/set", "/data/set", SshOptions(), CopySettings()))
+    node = session._nodes["a"]
+    began = session._now
+    node.state, node.silent_since = "silent", began
+    session._excuse(stopped_s)  # the caller itself
+    session._now = began + stopped_s + 12.0
+    session._give_up_silent()
+    assert node.state == "silent"
+    session._now += 4.0
+    session._give_up_silent()
+    assert node.state == "failed"
