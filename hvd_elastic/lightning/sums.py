@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
@@ -51,7 +52,8 @@ class Sums:
 
     Args:
         results: what ``self.log`` collects.
-        module: has the metrics of torchmetrics.
+        modules: modules by name that are metrics of torchmetrics, or have them.
+        device: device of the model; a metric may be on another one.
         gather: gathers bytes of all ranks.
         together: returns whether ranks call collectives together.
     """
@@ -59,7 +61,8 @@ class Sums:
     def __init__(
         self,
         results: TrainingResults,
-        module: torch.nn.Module,
+        modules: Mapping[str, torch.nn.Module],
+        device: torch.device,
         gather: Callable[[torch.Tensor], torch.Tensor],
         together: Callable[[], bool],
     ) -> None:
@@ -73,12 +76,14 @@ class Sums:
         self._begun: Any = None
         self._names: list[str] | None = None
         """Of the states that are added up, with their sizes."""
-        self._code = names_code([])
-        self._code = self._code.to(next(module.parameters(), self._code).device)
+        self._code = names_code([]).to(device)
         self._is_whole = False
         """Whether metrics of the training batches hold what all ranks have."""
         self._own = {
-            name: each for name, each in module.named_modules() if isinstance(each, Metric)
+            name: each
+            for prefix, module in modules.items()
+            for name, each in module.named_modules(prefix=prefix)
+            if isinstance(each, Metric)
         }
         for name, metric in self._own.items():
             metric.dist_sync_fn = partial(self._gathered, name)
@@ -91,12 +96,12 @@ class Sums:
         return self._together() and self._is_whole and not is_whole
 
     def _gathered(self, name: str, own: Any, group: Any = None) -> list[Any]:
-        """Return the values of all ranks; tensors may differ in shape.
+        """Return the values of all ranks, on the device of a tensor; tensors may differ in shape.
 
         Raises:
             ScriptError: another rank has those of another metric.
         """
-        data = pickle.dumps((name, own))
+        data = pickle.dumps((name, _moved(own, "cpu")))  # another rank may lack this GPU
         head = torch.tensor([len(data)])
         sizes = self._gather(head).tolist()
         every = self._gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -105,7 +110,8 @@ class Sums:
         found = [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301
         if any(other != name for other, _ in found):
             raise differing_names([name])
-        return [values for _, values in found]
+        device = own.device if isinstance(own, torch.Tensor) else "cpu"
+        return [_moved(values, device) for _, values in found]
 
     # -- sums ------------------------------------------------------------------------------
 
@@ -143,7 +149,7 @@ class Sums:
             return
         rows = []
         for key, metric, name in states:
-            value = getattr(metric, name).detach().double().reshape(-1)
+            value = getattr(metric, name).detach().to(self._code).reshape(-1)
             before, counted = self._told.get(f"{key}.{name}"), self._counts.get(key, 0)
             if before is not None and _was_reset(metric, counted, value, before.to(value)):
                 before = None
@@ -188,11 +194,11 @@ class Sums:
                 total = piece if before is None else before.to(piece) + piece
                 if not value.is_floating_point():
                     total = total.round()
-                setattr(metric, name, total.reshape(value.shape).to(value.dtype))
+                setattr(metric, name, total.reshape(value.shape).to(value))
                 metric._computed = None
         for key, metric, name in states:
             value = getattr(metric, name).detach()
-            self._told[f"{key}.{name}"] = value.double().reshape(-1).clone()
+            self._told[f"{key}.{name}"] = value.to(self._code, copy=True).reshape(-1)
         self._counts = {key: metric._update_count for key, metric, _ in states}
 
     # -- what is no sum --------------------------------------------------------------------
@@ -218,7 +224,8 @@ class Sums:
         for name, metric in self._own.items():
             for state in kinds[name] if name in joined else ():
                 parts = [each[name][state] for each in every if name in each]
-                setattr(metric, state, _joined(metric._reductions[state], parts))
+                joins = _joined(metric._reductions[state], parts)
+                setattr(metric, state, _moved(joins, metric.device))
                 metric._computed = None
             if name in joined or _is_of_training(metric):
                 metric._update_count = _Whole(max(metric._update_count, 1))
@@ -317,6 +324,11 @@ def _joined(reduction: Any, parts: list[Any]) -> Any:
     if reduction is None:
         return torch.stack(parts)
     return dim_zero_cat(parts) if reduction is dim_zero_cat else reduction(torch.stack(parts))
+
+
+def _moved(value: Any, device: Any) -> Any:
+    """Return a tensor, or a container with the tensors in it, on a device."""
+    return apply_to_collection(value, torch.Tensor, torch.Tensor.to, device)
 
 
 def _copied(value: Any) -> Any:

@@ -37,7 +37,8 @@ class Rank:
         )
         self.trainer.strategy._lightning_module = self.model
         self.trainer.strategy.slots = {}
-        sums = Sums(TrainingResults(), self.model, lambda rows: rows, lambda: False)
+        given = {"": self.model}, torch.device("cpu"), lambda rows: rows, lambda: False
+        sums = Sums(TrainingResults(), *given)
         self.state = LoopState(self.trainer.fit_loop, sums)
 
 
@@ -100,17 +101,21 @@ class Counting:
     def compute(self, predicted: list[float], compute_result: bool) -> dict[str, float]:
         return self(predicted, compute_result)
 
+    @classmethod
+    def of_class(cls, predicted: list[float], compute_result: bool) -> dict[str, float]:
+        return cls()(predicted, compute_result)
 
-@pytest.mark.parametrize("name", ["__call__", "compute"])
+
+@pytest.mark.parametrize("name", ["itself", "compute", "of_class"])
 def test_an_evaluation_that_was_cut_counts_once(name: str) -> None:
-    counting = Counting()
+    counting: Any = Counting()
     counting.examples = 0
     trainer = SimpleNamespace(
         args=SimpleNamespace(eval_on_start=False),
         callback_handler=SimpleNamespace(callbacks=[]),
         state=SimpleNamespace(log_history=[]),
         control=SimpleNamespace(),
-        compute_metrics=counting if name == "__call__" else counting.compute,
+        compute_metrics=counting if name == "itself" else getattr(counting, name),
     )
     state = TransformersLoopState(trainer)
     before = state.snapshot()

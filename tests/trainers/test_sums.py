@@ -15,9 +15,12 @@ from torchmetrics import CatMetric, MeanMetric, Metric
 
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.lightning.loop import _metrics
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults, names_code
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.worker import context
+
+CPU = torch.device("cpu")
 
 
 class Ring:
@@ -69,7 +72,7 @@ class Rank:
     def __init__(self) -> None:
         self.results, self.module = TrainingResults(), nn.Module()
         self.mean = self.module.mean = MeanMetric()
-        self.sums = Sums(self.results, self.module, lambda rows: rows, lambda: False)
+        self.sums = Sums(self.results, {"": self.module}, CPU, lambda rows: rows, lambda: False)
 
     def step(self, *values: float) -> None:
         for value in values:
@@ -197,7 +200,7 @@ def test_metrics_that_are_gathered_belong_together() -> None:
         other = own.numpy().tobytes().replace(b"accuracy", b"accurate")
         return torch.cat([own, torch.frombuffer(bytearray(other), dtype=torch.uint8)])
 
-    sums = Sums(TrainingResults(), module, gather, lambda: True)
+    sums = Sums(TrainingResults(), {"": module}, CPU, gather, lambda: True)
     with sums.whole():
         accuracy.update(1.0)
         with pytest.raises(ScriptError, match="this one has 'accuracy' where another rank has"):
@@ -214,7 +217,7 @@ class Validating(nn.Module):
         metric.update(1.0)
 
     def sums(self) -> Sums:
-        return Sums(TrainingResults(), self, lambda rows: rows, lambda: True)
+        return Sums(TrainingResults(), {"": self}, CPU, lambda rows: rows, lambda: True)
 
 
 @pytest.mark.parametrize("validates", [False, True])
@@ -273,12 +276,27 @@ def test_a_metric_that_continues_in_a_validation_is_of_training(ring: Ring) -> N
 
 def test_a_rank_that_joined_does_not_keep_what_the_others_had(monkeypatch: Any) -> None:
     """Else it would count twice where the epoch's next part ends."""
-    module, metric = nn.Module(), CatMetric()
-    module.metric = metric
-    sums = Sums(TrainingResults(), module, lambda rows: rows, lambda: True)
+    module = nn.Module()
+    module.metric = CatMetric()
+    sums = Sums(TrainingResults(), {"": module}, CPU, lambda rows: rows, lambda: True)
     other = {"metric": {"value": [torch.tensor([4.0])]}}
     monkeypatch.setattr(sums, "_gathered", lambda name, own: [own, other])
     with sums.whole():
-        assert metric.compute() == 4.0
-    assert not metric._update_count
-    assert not metric.value
+        assert module.metric.compute() == 4.0
+    assert not module.metric._update_count
+    assert not module.metric.value
+
+
+def test_a_metric_of_a_callback_is_one_of_all_ranks(ring: Ring) -> None:
+    callback, metric = SimpleNamespace(number=1), MeanMetric()
+    callback.mean = metric
+    found = _metrics([SimpleNamespace(), callback])
+    assert found == {"1.SimpleNamespace.mean": metric}
+    sums = Sums(TrainingResults(), {"": nn.Module()} | found, CPU, lambda rows: rows, lambda: True)
+    with sums.whole():
+        metric.update(2.0)
+        assert sums._is_gathered(metric)
+    metric.reset()
+    metric.update(3.0)
+    sums.begin_sum()
+    assert ring.begun
