@@ -276,15 +276,15 @@ def test_a_metric_that_continues_in_a_validation_is_of_training(ring: Ring) -> N
 
 def test_a_rank_that_joined_does_not_keep_what_the_others_had(monkeypatch: Any) -> None:
     """Else it would count twice where the epoch's next part ends."""
-    module = nn.Module()
-    module.metric = CatMetric()
+    module, metric = nn.Module(), CatMetric()
+    module.metric = metric
     sums = Sums(TrainingResults(), {"": module}, CPU, lambda rows: rows, lambda: True)
     other = {"metric": {"value": [torch.tensor([4.0])]}}
     monkeypatch.setattr(sums, "_gathered", lambda name, own: [own, other])
     with sums.whole():
-        assert module.metric.compute() == 4.0
-    assert not module.metric._update_count
-    assert not module.metric.value
+        assert metric.compute() == 4.0
+    assert not metric._update_count
+    assert not metric.value
 
 
 def test_a_metric_of_a_callback_is_one_of_all_ranks(ring: Ring) -> None:
