@@ -141,7 +141,7 @@ class Workers:
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         try:
             start = WorkerStart.of(self.hello.command, self.hello.cwd, self._environment(order))
-            fork = self._template.fork(start, write_end)
+            fork = self._template.fork(start, write_end, self.hello.failure_timeout_s)
             pid = start.run(write_end) if fork is None else fork
         except (OSError, ValueError) as error:  # ValueError: a null byte
             os.close(read_end)

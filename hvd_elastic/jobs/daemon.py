@@ -258,7 +258,6 @@ class Daemon:
         progress = self._runs.progress(job)
         if job.number in self._unknown:
             return
-        led = self._runs.is_led(job)  # before reading, so that its last events are read too
         occupied = self._runs.occupied(job)
         # A slot that is empty now may be better for a job than one that it waits for.
         try:
@@ -275,8 +274,10 @@ class Daemon:
             for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
-        job = self._queue.limit_time(job, *self._limits.limits.longest(job))
-        if led:
+        limit_s, whose = self._limits.limits.longest(job)
+        if self._runs.is_led(job):
+            progress.seen_at = time.time()
+            job = self._queue.limit_time(job, limit_s, whose)
             if job.stop is StopReason.TIME_LIMIT:
                 self._runs.stop(job, f"it has run as long as it may ({job.reason.split(':')[0]})")
             elif job.stop is not None:
@@ -284,13 +285,16 @@ class Daemon:
             if progress.trained_at is not None:
                 self._losses.pop(job.number, None)
             return
+        # It may have ended while no daemon was there; its clock may have been set back.
+        at = min(time.time(), max(progress.seen_at, job.started_at or 0.0))
         if (ending := self._runs.ending(job)) is not None:
             if all(map(self._health.is_judged, progress.hosts.unfit)):  # else in a moment
-                self._run_ended(job, ending.status, ending.message)
+                job = self._queue.limit_time(job, limit_s, whose, at)
+                self._run_ended(job, ending.status, ending.message, at)
         elif self._runs.failed_to_begin(job):
             self._run_ended(job, "failed", self._runs.why_not_begun(job))
         else:
-            self._lead_on(job)
+            self._lead_on(job, at)
 
     def _put_back_orphans(self, running: list[Job], now: float) -> None:
         """Put jobs back that have neither keeper nor leader, when nothing of them is left."""
@@ -376,7 +380,8 @@ class Daemon:
         self._gpus.ask_again([host])
         self._queue.changed = True
 
-    def _run_ended(self, job: Job, status: str, message: str) -> None:
+    def _run_ended(self, job: Job, status: str, message: str, at: float | None = None) -> None:
+        """Take the end of a run; ``at``: when that was [Unix s], None: now."""
         retries, failures = job.request.retries, job.failures
         if job.request.user is not None:
             message = one_line(message)
@@ -386,34 +391,35 @@ class Daemon:
         if status == "succeeded":
             for host in job.held:
                 self._health.host_works(host, _python(job))
-            ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
+            ended = self._queue.ended(job, JobStatus.SUCCEEDED, message, at)
         elif job.stop is StopReason.CANCEL:
             cancelled = job.request.cancelled or Cancelled("its user")
             state, also = cancelled.cause.status, ""
             if status != "stopped":
                 state, also = JobStatus.CANCELLED, f"; it ended with: {message}"
-            ended = self._queue.ended(job, state, f"{cancelled}{also}")
+            ended = self._queue.ended(job, state, f"{cancelled}{also}", at)
         elif job.stop is StopReason.TIME_LIMIT:
             also = "" if status == "stopped" else f"; it ended with: {message}"
-            ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
+            ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also, at)
         elif status == "stopped" and job.stop is StopReason.REQUEUE:
-            self._queue.put_back(job, job.reason)
+            self._queue.put_back(job, job.reason, at=at)
             self._runs.release(job, ended=True)
             return
         elif status == "stopped":
-            ended = self._queue.ended(job, JobStatus.CANCELLED, "its run was stopped by its user")
+            why = "its run was stopped by its user"
+            ended = self._queue.ended(job, JobStatus.CANCELLED, why, at)
         elif unfit := self._unfit_hosts(job):
-            self._queue.put_back(job, f"waits: {unfit}")
+            self._queue.put_back(job, f"waits: {unfit}", at=at)
             self._runs.release(job, ended=True)
             return
         elif failures < retries:
             why = f"failed, and is tried again ({failures + 1} of {retries}): {message}"
-            self._queue.put_back(job, why, failed=True)
+            self._queue.put_back(job, why, failed=True, at=at)
             self._runs.release(job, ended=True)
             return
         else:
             tried = f" ({count(failures + 1, 'attempt')})" if retries else ""
-            ended = self._queue.ended(job, JobStatus.FAILED, f"{message}{tried}")
+            ended = self._queue.ended(job, JobStatus.FAILED, f"{message}{tried}", at)
         self._runs.forget(ended)
         self._losses.pop(job.number, None)
 
@@ -432,8 +438,8 @@ class Daemon:
         causes = (cause for host, cause in progress.hosts.unfit.items() if host in lost)
         return "; ".join(map(one_line, causes))
 
-    def _lead_on(self, job: Job) -> None:
-        """Start another leader for a run whose leader has died."""
+    def _lead_on(self, job: Job, at: float) -> None:
+        """Start another leader for a run whose leader has died, at a time [Unix s]."""
         losses = self._losses.setdefault(job.number, _Losses())
         now = time.monotonic()
         if losses.number >= _MOST_LEADER_LOSSES:
@@ -442,12 +448,16 @@ class Daemon:
         elif now >= losses.again_at:
             losses.again_at = now + 2.0 ** (losses.number + 1)
             self._runs.progress(job).trained_at = None
-            self._start(job, job.held)
+            self._start(job, job.held, at)
             losses.number += 1
 
-    def _start(self, job: Job, held: Mapping[str, int]) -> None:
-        """Start a leader; if that raises RunError (a full disk), the job is led on when it can."""
-        started = self._queue.started(job, held)
+    def _start(self, job: Job, held: Mapping[str, int], ran_until: float | None = None) -> None:
+        """Start a leader; if that raises RunError (a full disk), the job is led on when it can.
+
+        Args:
+            ran_until: when the last leader of the run died [Unix s]; None: there was none.
+        """
+        started = self._queue.started(job, held, ran_until)
         try:
             environment = self._store.environment(started)
             self._runs.start(started, self._hosts.known.values(), environment)

@@ -187,9 +187,11 @@ class RunProgress:
         cut_off_at: when its leader noted last that it hears from none of its hosts [Unix s].
         is_tried: whether the daemon has tried those hosts since.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
+        seen_at: time of its last event, or when the daemon saw last that it has a leader [Unix s].
     """
 
     def __init__(self) -> None:
+        self.seen_at = 0.0
         self.ending: Ending | None = None
         self.began: ev.RunStarted | None = None
         self.cut_off_at, self.is_tried = 0.0, False
@@ -210,6 +212,7 @@ class RunProgress:
             self.measured.note_event(event)
             self.hosts.note_event(event)
             self._note_event(event)
+            self.seen_at = max(self.seen_at, event.t)
         return before != (self.measured.slots, self.hosts.unheard)
 
     def _note_event(self, event: ReadEvent) -> None:

@@ -396,14 +396,18 @@ class JobQueue:
 
     # -- changes by the daemon ---------------------------------------------------------------
 
-    def started(self, job: Job, held: Mapping[str, int]) -> Job:
-        """Record that the run of a job is about to be started or led on; return the job."""
+    def started(self, job: Job, held: Mapping[str, int], ran_until: float | None = None) -> Job:
+        """Record that the run of a job is about to be started or led on; return the job.
+
+        Args:
+            ran_until: when its last leader died [Unix s]; None: now, or it had none.
+        """
         now = time.time()
         started = replace(
             job,
             status=JobStatus.RUNNING,
             started_at=now,
-            ran_s=job.run_s(now),
+            ran_s=job.run_s(now if ran_until is None else ran_until),
             held=dict(held),
             attempts=job.attempts + 1,
         )
@@ -411,30 +415,38 @@ class JobQueue:
         self._emit("job_started", {"job": job.number, "run_id": job.run_id})
         return started
 
-    def ended(self, job: Job, status: JobStatus, message: str) -> Job:
-        """Record the end of a job; return the job."""
+    def ended(self, job: Job, status: JobStatus, message: str, at: float | None = None) -> Job:
+        """Record the end of a job; return the job.
+
+        Args:
+            at: when its run ended [Unix s]; None: now.
+        """
         failures = job.failures + (status is JobStatus.FAILED)
-        ended = replace(_ended(job, status, message, time.time()), failures=failures)
+        at = time.time() if at is None else at
+        ended = replace(_ended(job, status, message, at), failures=failures)
         self._save([ended])
         self._tell_ended([ended])
         return ended
 
-    def limit_time(self, job: Job, limit_s: float, whose: str = "") -> Job:
+    def limit_time(
+        self, job: Job, limit_s: float, whose: str = "", ended_at: float | None = None
+    ) -> Job:
         """Begin to end a job that has run as long as it may, and tell once that it soon has.
 
         Args:
             limit_s: how long it may run [s].
             whose: by whose limit, in words; empty: its own.
+            ended_at: when its run ended [Unix s]; None: it has not.
 
         Returns:
             The job, which has :attr:`StopReason.TIME_LIMIT` then.
         """
         if math.isinf(limit_s) or job.stop is not None:
             return job
-        left_s = limit_s - job.run_s(time.time())
+        left_s = limit_s - job.run_s(time.time() if ended_at is None else ended_at)
         if left_s > limit_s * _LAST_PART:
             return job
-        if job.number not in self._near_limit:
+        if ended_at is None and job.number not in self._near_limit:
             self._near_limit.add(job.number)
             self._tell(job, "time_limit_near", {"left_s": max(0.0, left_s)})
         if left_s > 0:
@@ -451,22 +463,29 @@ class JobQueue:
         self._save([job])
         return job
 
-    def put_back(self, job: Job, reason: str, *, failed: bool = False) -> Job:
-        """Record that a job whose run has ended waits again; return the job."""
+    def put_back(
+        self, job: Job, reason: str, *, failed: bool = False, at: float | None = None
+    ) -> Job:
+        """Record that a job whose run has ended waits again; return the job.
+
+        Args:
+            at: when its run ended [Unix s]; None: now.
+        """
         now = time.time()
+        at = now if at is None else at
         waiting = replace(
             job,
             status=JobStatus.QUEUED,
             reason=reason,
             queued_at=now,
-            ran_s=job.run_s(now),
+            ran_s=job.run_s(at),
             eta=None,
             held={},
             stop=None,
             failures=job.failures + failed,
         )
         self._save([waiting])
-        self._tell(waiting, "job_requeued", {"reason": reason})
+        self._tell(waiting, "job_requeued", {"reason": reason, "ended": at})
         return waiting
 
     def update(self, jobs: Iterable[Job]) -> None:
@@ -490,7 +509,8 @@ class JobQueue:
     def _tell_ended(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self._near_limit.discard(job.number)
-            self._tell(job, "job_finished", {"status": job.status.value, "message": job.message})
+            told = {"status": job.status.value, "message": job.message, "ended": job.ended_at}
+            self._tell(job, "job_finished", told)
 
     def _tell_held_long(self, job: Job) -> None:
         since = job.request.held_at or job.submitted_at

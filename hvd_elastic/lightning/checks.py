@@ -9,6 +9,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.library import part
 from hvd_elastic.worker import context
 
+_Scheduler: Any = part("callbacks").GradientAccumulationScheduler
 _REFUSED = {
     "StochasticWeightAveraging": "it changes the loop that trains. Average by "
     "torch.optim.swa_utils in your module",
@@ -17,6 +18,8 @@ _REFUSED = {
     "BaseFinetuning": "it gives the optimizer parameters while it trains, and a worker that joins "
     "could not take them over. Give it all in configure_optimizers(), and set their requires_grad "
     "in on_train_epoch_start()",
+    "ModelPruning": "it changes which parameters the model has while it trains, and a worker that "
+    "joins could not take them over. Prune with torch.nn.utils.prune before training, or after it",
     "BatchSizeFinder": "it trains before training. Find the batch size once, without the strategy",
     "LearningRateFinder": "it trains before training. Find the rate once, without the strategy",
 }
@@ -87,7 +90,11 @@ def check_loop(fit_loop: Any) -> None:
             "epoch has one order. Make one loader of one data set: "
             "torch.utils.data.ConcatDataset, StackDataset, or hvd_elastic.data.Mixture"
         )
-    accumulated, interval = trainer.accumulate_grad_batches, trainer.val_check_batch
+    interval, numbers = trainer.val_check_batch, [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:
+        if isinstance(callback, _Scheduler):
+            numbers += callback.scheduling.values()
+    accumulated = max(numbers, key=lambda number: (bool(interval % number), number))
     if adapts and accumulated > 1:
         raise ScriptError(
             f"Trainer(accumulate_grad_batches={accumulated}) with max_batch_size: the batch "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
@@ -78,7 +78,8 @@ class ElasticFitLoop(_FitLoop):
         (self._loader,) = self._combined_loader.flattened
         self.sums = Sums(
             self.epoch_loop._results,
-            trainer.lightning_module,
+            {"": trainer.lightning_module} | _metrics(trainer.callbacks),
+            strategy.root_device,
             strategy.gather_rows,
             lambda: strategy.together,
         )
@@ -101,7 +102,7 @@ class ElasticFitLoop(_FitLoop):
         strategy.failed = None
         if trainer.validating:  # a validation was interrupted
             self.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
-            self.epoch_loop.val_loop._results.reset()
+            self.epoch_loop.val_loop._results.forget_cut()
         trainer.training = True
         trainer.lightning_module._current_fx_name = None
         self._follow_rank()
@@ -257,6 +258,16 @@ def _objects(trainer: Any, kept: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(each, Stateful)
         and id(each) not in known
         and not isinstance(each, (Metric, _DataModule))
+    }
+
+
+def _metrics(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Return by name the metrics of torchmetrics that callbacks have."""
+    return {
+        f"{number}.{type(callback).__name__}.{name}": each
+        for number, callback in enumerate(callbacks)
+        for name, each in vars(callback).items()
+        if isinstance(each, (Metric, MetricCollection))
     }
 
 

@@ -43,6 +43,7 @@ class LoopState(Place):
         self._counters = list(_counters(fit_loop, ""))
         things = numbered(trainer.callbacks, _OWN) | {"module": trainer.lightning_module}
         self._attributes = Attributes(lambda: things, _is_of_process, always={"dirpath"})
+        self._modules = dict(trainer.lightning_module.named_modules())
 
     # -- on this rank ----------------------------------------------------------------------
 
@@ -53,6 +54,7 @@ class LoopState(Place):
             self._place(),
             [getattr(item, name) for _, item, name in self._counters],
             self._attributes.snapshot(),
+            self._evaluating(),
             [dict(getattr(connector, name)) for name in _CONNECTED],
             (connector._first_loop_iter, connector._current_fx),
             dict(self._trainer.strategy.slots),
@@ -61,12 +63,13 @@ class LoopState(Place):
 
     def roll_back(self, values: Any) -> None:
         """Go back to an earlier :meth:`snapshot`."""
-        place, counts, remembered, metrics, first, slots, sums = values
+        place, counts, remembered, evaluating, metrics, first, slots, sums = values
         connector = self._trainer._logger_connector
         self._go_to(place)
         for (_, item, name), value in zip(self._counters, counts, strict=True):
             setattr(item, name, value)
         self._attributes.roll_back(remembered)
+        self._evaluate(evaluating)
         for name, found in zip(_CONNECTED, metrics, strict=True):
             setattr(connector, name, dict(found))
         connector._first_loop_iter, connector._current_fx = first
@@ -86,6 +89,7 @@ class LoopState(Place):
             "place": list(self._place()),
             "counters": {key: getattr(item, name) for key, item, name in self._counters},
             "remembered": self._attributes.state_dict(),
+            "evaluating": self._evaluating(),
             "metrics": {name: dict(getattr(connector, name)) for name in _CONNECTED},
             "first": [connector._first_loop_iter, connector._current_fx],
             "slots": dict(self._trainer.strategy.slots),
@@ -100,6 +104,7 @@ class LoopState(Place):
         for key, item, name in self._counters:
             setattr(item, name, state["counters"].get(key, getattr(item, name)))
         self._attributes.load_state_dict(state["remembered"])
+        self._evaluate(state["evaluating"])
         for name in _CONNECTED:
             setattr(connector, name, dict(state["metrics"][name]))
         connector._first_loop_iter, connector._current_fx = state["first"]
@@ -107,11 +112,24 @@ class LoopState(Place):
         take_versions(self._trainer.loggers, state["versions"])
         self._sums.load_state_dict(state["sums"], self._trainer.strategy.reduce)
 
-    def _place(self) -> tuple[bool, ...]:
-        return self.begun, self.due, self.check, self.last, self._trainer.should_stop
+    def _place(self) -> tuple[int, ...]:
+        trainer = self._trainer
+        said = trainer.should_stop, trainer.accumulate_grad_batches
+        return self.begun, self.due, self.check, self.last, *said
 
     def _go_to(self, place: Any) -> None:
-        self.begun, self.due, self.check, self.last, self._trainer.should_stop = place
+        trainer = self._trainer
+        self.begun, self.due, self.check, self.last, *said = place
+        trainer.should_stop, trainer.accumulate_grad_batches = said
+
+    def _evaluating(self) -> list[str]:
+        """Return the names of the modules in eval mode, such as a frozen batch normalisation."""
+        return [name for name, module in self._modules.items() if not module.training]
+
+    def _evaluate(self, names: Iterable[str]) -> None:
+        evaluating = set(names)
+        for name, module in self._modules.items():
+            module.training = name not in evaluating
 
 
 def _counters(item: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:

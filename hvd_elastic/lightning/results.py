@@ -24,6 +24,15 @@ _SAID = (
 class EvaluationResults(_ResultCollection):
     """Metrics of a validation: those of an epoch are reduced whether or not the script asks."""
 
+    def log(self, *args: Any, sync_dist: bool = False, **options: Any) -> None:
+        """Log a value; that of a step is not reduced, since ranks may differ by one batch."""
+        super().log(*args, sync_dist=sync_dist and self.training, **options)
+
+    def forget_cut(self) -> None:
+        """Forget what a validation that was interrupted has logged, and where it was."""
+        self.reset()
+        self.batch = self.batch_size = self.dataloader_idx = None
+
     def metrics(self, on_step: bool) -> Any:
         """Return the values; reduces those of an epoch in the order of their names.
 
@@ -134,7 +143,7 @@ def check_names(sums: torch.Tensor, shown: Sequence[str]) -> None:
 
 def differing_names(shown: Iterable[str]) -> ScriptError:
     """Return the error for ranks that log other metrics than this one, which logs ``shown``."""
-    own = ", ".join(map(repr, shown))
+    own = ", ".join(map(repr, shown)) or "none"
     return ScriptError(
         f"the ranks log different metrics: this one has {own} where another rank has others, and "
         "values of an epoch are those of all ranks. Log the same names on every rank, in the same "

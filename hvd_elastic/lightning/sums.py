@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
@@ -32,12 +33,27 @@ _SMALL = 4096
 """Most elements of a state that is added up in each step."""
 
 
+class _Left(int):
+    """Number of updates of a metric that training has not updated since it began or validated.
+
+    The next update, or a reset, makes it a plain number.
+    """
+
+
+class _Whole(int):
+    """Number of updates of a metric that holds what all ranks have, until it is reset."""
+
+    def __add__(self, more: int) -> _Whole:
+        return _Whole(int(self) + more)
+
+
 class Sums:
     """Metrics of the training batches, as a part of the State.
 
     Args:
         results: what ``self.log`` collects.
-        module: has the metrics of torchmetrics.
+        modules: modules by name that are metrics of torchmetrics, or have them.
+        device: device of the model; a metric may be on another one.
         gather: gathers bytes of all ranks.
         together: returns whether ranks call collectives together.
     """
@@ -45,7 +61,8 @@ class Sums:
     def __init__(
         self,
         results: TrainingResults,
-        module: torch.nn.Module,
+        modules: Mapping[str, torch.nn.Module],
+        device: torch.device,
         gather: Callable[[torch.Tensor], torch.Tensor],
         together: Callable[[], bool],
     ) -> None:
@@ -57,29 +74,34 @@ class Sums:
         self._counts: dict[str, int] = {}
         """Number of updates of a metric when its sums were told; less: it was reset."""
         self._begun: Any = None
-        self._names: list[str] = []
+        self._names: list[str] | None = None
         """Of the states that are added up, with their sizes."""
-        self._code = names_code([])
-        self._whole: set[str] | None = None
-        """Where an epoch ends, the metrics that hold what all ranks have; None: it does not."""
+        self._code = names_code([]).to(device)
+        self._is_whole = False
+        """Whether metrics of the training batches hold what all ranks have."""
         self._own = {
-            name: each for name, each in module.named_modules() if isinstance(each, Metric)
+            name: each
+            for prefix, module in modules.items()
+            for name, each in module.named_modules(prefix=prefix)
+            if isinstance(each, Metric)
         }
         for name, metric in self._own.items():
             metric.dist_sync_fn = partial(self._gathered, name)
-            metric.distributed_available_fn = partial(self._is_gathered, name)
+            metric.distributed_available_fn = partial(self._is_gathered, metric)
+            metric._update_count = _Left(metric._update_count)  # of the sanity check
 
-    def _is_gathered(self, name: str) -> bool:
+    def _is_gathered(self, metric: Metric) -> bool:
         """Return whether a metric gathers the states of all ranks to compute its value."""
-        return self._together() and self._whole is not None and name not in self._whole
+        is_whole = isinstance(metric._update_count, _Whole)
+        return self._together() and self._is_whole and not is_whole
 
     def _gathered(self, name: str, own: Any, group: Any = None) -> list[Any]:
-        """Return the values of all ranks; tensors may differ in shape.
+        """Return the values of all ranks, on the device of a tensor; tensors may differ in shape.
 
         Raises:
             ScriptError: another rank has those of another metric.
         """
-        data = pickle.dumps((name, own))
+        data = pickle.dumps((name, _moved(own, "cpu")))  # another rank may lack this GPU
         head = torch.tensor([len(data)])
         sizes = self._gather(head).tolist()
         every = self._gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -88,7 +110,8 @@ class Sums:
         found = [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301
         if any(other != name for other, _ in found):
             raise differing_names([name])
-        return [values for _, values in found]
+        device = own.device if isinstance(own, torch.Tensor) else "cpu"
+        return [_moved(values, device) for _, values in found]
 
     # -- sums ------------------------------------------------------------------------------
 
@@ -100,7 +123,7 @@ class Sums:
                 if metric.meta.is_mean_reduction:
                     yield f"log.{key}", metric, "cumulated_batch_size"
         for name, metric in self._own.items():
-            if metric._update_count:
+            if _is_of_training(metric):
                 for state in metric._defaults:
                     if _adds(metric, state):
                         yield f"own.{name}", metric, state
@@ -119,12 +142,14 @@ class Sums:
         """Begin to add up what this rank has added since the last time; once a step."""
         if self._begun is not None:
             return
-        communicator, states = context.current().worker.communicator, self._known_states()
-        if not states:
+        worker, states = context.current().worker, self._known_states()
+        communicator, step = worker.communicator, worker.progress.step
+        # Other ranks may have states, and wait. Not in each step: most scripts have none on any.
+        if not states and (communicator.size == 1 or step & (step - 1)):
             return
         rows = []
         for key, metric, name in states:
-            value = getattr(metric, name).detach().double().reshape(-1)
+            value = getattr(metric, name).detach().to(self._code).reshape(-1)
             before, counted = self._told.get(f"{key}.{name}"), self._counts.get(key, 0)
             if before is not None and _was_reset(metric, counted, value, before.to(value)):
                 before = None
@@ -139,7 +164,7 @@ class Sums:
             # Not in each step: to read the sums waits for the device.
             is_checked = names != self._names
             if is_checked:
-                self._names, self._code = names, names_code(names).to(rows[0].device)
+                self._names, self._code = names, names_code(names).to(self._code)
             handle = communicator.sum_async(torch.cat([*rows, self._code]), _NAME)
         self._begun = states, handle, is_checked
 
@@ -169,11 +194,11 @@ class Sums:
                 total = piece if before is None else before.to(piece) + piece
                 if not value.is_floating_point():
                     total = total.round()
-                setattr(metric, name, total.reshape(value.shape).to(value.dtype))
+                setattr(metric, name, total.reshape(value.shape).to(value))
                 metric._computed = None
         for key, metric, name in states:
             value = getattr(metric, name).detach()
-            self._told[f"{key}.{name}"] = value.double().reshape(-1).clone()
+            self._told[f"{key}.{name}"] = value.to(self._code, copy=True).reshape(-1)
         self._counts = {key: metric._update_count for key, metric, _ in states}
 
     # -- what is no sum --------------------------------------------------------------------
@@ -187,33 +212,37 @@ class Sums:
             name: [state for state in each._defaults if not _adds(each, state)]
             for name, each in self._own.items()
         }
-        self._whole = {name for name, each in self._own.items() if each._update_count}
-        if not (self._together() and any(kinds.values())):
-            yield
-            self._whole = None
-            return
         before = {
             name: {state: getattr(self._own[name], state) for state in states}
             for name, states in kinds.items()
-            if states and self._own[name]._update_count
+            if states and _is_of_training(self._own[name])
         }
         counts = {name: self._own[name]._update_count for name in before}
-        every = self._gathered("", before)
-        for name in sorted(set().union(*every)):
-            metric = self._own[name]
-            for state in kinds[name]:
+        is_joined = self._together() and any(kinds.values())
+        every = self._gathered("", before) if is_joined else []
+        joined = set().union(*every)
+        for name, metric in self._own.items():
+            for state in kinds[name] if name in joined else ():
                 parts = [each[name][state] for each in every if name in each]
-                setattr(metric, state, _joined(metric._reductions[state], parts))
-            metric._update_count, metric._computed = max(metric._update_count, 1), None
-            self._whole.add(name)
+                joins = _joined(metric._reductions[state], parts)
+                setattr(metric, state, _moved(joins, metric.device))
+                metric._computed = None
+            if name in joined or _is_of_training(metric):
+                metric._update_count = _Whole(max(metric._update_count, 1))
+        self._is_whole = True
         yield
-        self._whole = None
-        for name, states in before.items():
-            metric = self._own[name]
-            if metric._update_count == counts[name]:  # else it was reset, or continues
-                for state, value in states.items():
+        self._is_whole = False
+        for name, metric in self._own.items():
+            if not isinstance(metric._update_count, _Whole):  # it was reset, or is of a validation
+                metric._update_count = _Left(metric._update_count)
+                continue
+            metric._update_count = int(metric._update_count)
+            if name in before and metric._update_count == counts[name]:  # else it continues
+                for state, value in before[name].items():
                     setattr(metric, state, value)
                 metric._computed = None
+            elif name in joined - before.keys():  # only other ranks have updated it
+                metric.reset()
 
     # -- a part of the State ---------------------------------------------------------------
 
@@ -232,7 +261,7 @@ class Sums:
         """Go back to an earlier :meth:`snapshot`."""
         told, counts, own, results = values
         self._told, self._counts = dict(told), dict(counts)
-        self._begun = self._whole = None
+        self._begun, self._is_whole = None, False
         for name, (states, count) in own.items():
             metric = self._own[name]
             for state, value in states.items():
@@ -251,7 +280,7 @@ class Sums:
         """Take over the sums of all ranks; what is no sum starts again on this one."""
         self._results.load_state_dict(state["results"], reduce, self._own)
         self._told, self._counts = dict(state["told"]), dict(state["counts"])
-        self._begun = self._whole = None
+        self._begun, self._is_whole = None, False
         for metric in self._own.values():
             metric.reset()
         metrics: dict[str, Any] = {f"own.{name}": each for name, each in self._own.items()}
@@ -263,6 +292,11 @@ class Sums:
                 value = getattr(found, name)
                 setattr(found, name, total.reshape(value.shape).to(value))
                 found._update_count = self._counts.setdefault(key, 1)
+
+
+def _is_of_training(metric: Metric) -> bool:
+    """Return whether training has updated a metric since it was reset or validated."""
+    return bool(metric._update_count) and not isinstance(metric._update_count, _Left)
 
 
 def _was_reset(metric: Any, counted: int, value: torch.Tensor, before: torch.Tensor) -> bool:
@@ -290,6 +324,11 @@ def _joined(reduction: Any, parts: list[Any]) -> Any:
     if reduction is None:
         return torch.stack(parts)
     return dim_zero_cat(parts) if reduction is dim_zero_cat else reduction(torch.stack(parts))
+
+
+def _moved(value: Any, device: Any) -> Any:
+    """Return a tensor, or a container with the tensors in it, on a device."""
+    return apply_to_collection(value, torch.Tensor, torch.Tensor.to, device)
 
 
 def _copied(value: Any) -> Any:

@@ -34,15 +34,18 @@ def main() -> None:
     file.chmod(0o600)
     with contextlib.suppress(KeyError):  # no such user: nobody but root renews it
         os.chown(path, pwd.getpwnam(user).pw_uid, -1)
-    seen = _stamp(file)
-    while _now() < ends:
-        time.sleep(max(0.0, min(ends - _now(), _POLL_S)))
+    seen = None  # a renewal may have been written by now
+    while True:
+        now = _now()  # before the look, so that none is missed by a process that was held up
         found = _stamp(file)
         if found != seen:
             seen = found
             renewed_s = _read_renewal(file)
             if renewed_s is not None:
                 ends = max(ends, min(_now() + renewed_s, last))
+        if now >= ends:
+            break
+        time.sleep(min(ends - now, _POLL_S))
     while True:
         for way in _WAYS:
             with contextlib.suppress(OSError):  # there is no such program

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 Held = dict[str, int]
@@ -97,6 +98,7 @@ class ClusterSummary:
     Attributes:
         started, ended: times of the first and of the last event [Unix s]; None: there is none.
         jobs: all jobs, oldest first.
+        slots_since: slots of each host over time, as (time [s], slots), …; 0 when it is gone.
         holds: who held which slots, as far as it is over.
         waiting: number of jobs that wait over time, as (time [s], jobs).
         decisions: changes of slots, oldest first.
@@ -106,6 +108,7 @@ class ClusterSummary:
     started: float | None = None
     ended: float | None = None
     hosts: Held = field(default_factory=dict)
+    slots_since: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     holds: list[Hold] = field(default_factory=list)
     waiting: list[tuple[float, int]] = field(default_factory=list)
@@ -133,6 +136,14 @@ class ClusterSummary:
             for (job, host), since_s in self._since_s.items()
         ]
         return [*self.holds, *present]
+
+    def slot_s_of_host(self, host: str, begin_s: float, end_s: float) -> float:
+        """Return slots times seconds that a host offered between two times [s]."""
+        changes = self.slots_since.get(host, [])
+        return sum(
+            slots * max(0.0, min(until_s, end_s) - max(at_s, begin_s))
+            for (at_s, slots), (until_s, _) in pairwise([*changes, (end_s, 0)])
+        )
 
     def slot_s_of(self, job: JobRecord, now_s: float) -> tuple[float, float]:
         """Return how long a job held slots, and slots times seconds, until now [s]."""
@@ -169,14 +180,17 @@ class ClusterSummary:
         at = _number(record.get("t"))
         if at is None:
             return
-        if self.started is None:
-            self.started = at
-        self.ended = max(at, self.ended or at)
-        at_s = max(0.0, at - self.started)
+        if self.started is None or self.ended is None:
+            self.started = self.ended = at
+        self.ended = max(at, self.ended)  # a clock that was set back stops meanwhile
+        at_s = self.ended - self.started
         key = str(record.get("job"))
         match record.get("kind"):
             case "cluster_hosts":
-                self.hosts = _held(record.get("hosts"))
+                before, self.hosts = self.hosts, _held(record.get("hosts"))
+                for host in {**before, **self.hosts}:
+                    if (slots := self.hosts.get(host, 0)) != before.get(host, 0):
+                        self.slots_since.setdefault(host, []).append((at_s, slots))
             case "job_submitted":
                 self.jobs[key] = self._active[key] = _submitted(key, record, at_s)
                 self._count_waiting(at_s, 1)
@@ -186,16 +200,16 @@ class ClusterSummary:
                 self._decided(record, at_s)
             case "job_requeued" if key in self.jobs:
                 job = self.jobs[key]
-                self._hold(job, {}, at_s)
+                self._hold(job, {}, self._ended_s(job, record, at_s))
                 self._set_status(job, "queued", at_s)
                 job.ended_s = None
                 job.message, job.reason = _text(record, "reason"), _text(record, "reason")
                 job.requeues += 1
             case "job_finished" if key in self.jobs:
                 job = self.jobs[key]
-                self._hold(job, {}, at_s)
+                job.ended_s = self._ended_s(job, record, at_s)
+                self._hold(job, {}, job.ended_s)
                 self._set_status(job, _text(record, "status") or "ended", at_s)
-                job.ended_s = at_s
                 job.message, job.reason = _text(record, "message"), ""
 
     def _started(self, job: JobRecord, record: Mapping[str, Any], at_s: float) -> None:
@@ -220,6 +234,14 @@ class ClusterSummary:
                 after = sum(held.values())
                 self._hold(job, held, at_s)
                 self.decisions.append(JobDecision(at_s, key, before, after, job.reason))
+
+    def _ended_s(self, job: JobRecord, record: Mapping[str, Any], at_s: float) -> float:
+        """Return when the run of a job ended [s]: before the event, if no daemon was there."""
+        ended = _number(record.get("ended"))
+        if ended is None or self.started is None:
+            return at_s
+        held_since_s = (self._since_s[job.job, host] for host in job.held)
+        return min(at_s, max(job.submitted_s, ended - self.started, *held_since_s))
 
     def _hold(self, job: JobRecord, held: Held, at_s: float) -> None:
         """Change the slots that a job holds."""

@@ -39,7 +39,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.events import decode_event
-from hvd_elastic.records.json_lines import Follower, read_last_lines, read_lines
+from hvd_elastic.records.json_lines import Follower, LineFollower, decoded, read_lines
 from hvd_elastic.records.process_lock import is_locked, take_lock
 from hvd_elastic.records.wording import IN_QUEUE
 from hvd_elastic.replaced_files import write_whole
@@ -49,7 +49,9 @@ COMMAND_TIMEOUT_S = 60.0
 """How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_TAIL_BYTES = 256 * 1024  # holds the last events of a run
+_TAIL_BYTES = 256 * 1024  # holds the last events of most runs
+_PIECE_BYTES = 1 << 21  # of events that are read together
+_SAMPLE = b'"kind":"host_sample"'  # of what nearly all lines are while a run waits
 _POLL_S = 0.05  # between two readings of the events while a user waits for an answer
 
 
@@ -247,9 +249,23 @@ class RunFolder:
         """Yield all events so far, oldest first."""
         return read_lines(self.events, decode_event)
 
-    def last_events(self) -> list[ReadEvent]:
-        """Return the events at the end, among them those of the end of a run."""
-        return read_last_lines(self.events, _TAIL_BYTES, decode_event)
+    def last_events(self, *kinds: type[ReadEvent]) -> list[ReadEvent]:
+        """Return the events at the end, from the last one of some kinds or earlier.
+
+        Nearly all samples of hosts are left out.
+        """
+        size = self.events.stat().st_size if self.events.exists() else 0
+        tail_bytes = _TAIL_BYTES
+        while True:
+            follower = LineFollower(self.events, offset=max(0, size - tail_bytes))
+            events: list[ReadEvent] = []
+            while lines := follower.poll(_PIECE_BYTES) or follower.poll_rest():
+                # The very last line has the time of the last event.
+                told = [line for line in lines[:-1] if _SAMPLE not in line]
+                events += decoded([*told, lines[-1]], decode_event)
+            if tail_bytes >= size or any(isinstance(event, kinds) for event in events):
+                return events
+            tail_bytes *= 4
 
     def follow_events(self, *, last_bytes: float = math.inf) -> Follower[ReadEvent]:
         """Return what returns new events; see :class:`Follower`."""

@@ -6,30 +6,33 @@ from typing import Any
 
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.records.wording import GOES_ON, run_state
+from hvd_elastic.records.wording import run_state
+from hvd_elastic.run_events import Metrics, RunFinished, Waiting, WorkerStarted
 
 
 def run_row(folder: RunFolder) -> dict[str, Any]:
     """Return a row of the list of runs, read from the last events only to be fast."""
     alive = folder.leader_alive()  # before its last events are read
-    summary = summarize(folder.last_events())
+    asked = folder.read_run()
+    plain = bool(asked.get("plain"))
+    kinds = (Waiting, WorkerStarted) if plain else (Metrics,)
+    summary = summarize(folder.last_events(RunFinished, *kinds))
     until = None if alive else folder.leaderless_until(summary.ended)
     last = summary.last
     status = "running" if summary.status == "unknown" and summary.ended else summary.status
     state = run_state(status, alive=alive, waiting=bool(summary.waiting), until=until)
-    trains = state in GOES_ON and state != "waiting"
+    trains = state in ("running", "leaderless")
     size = summary.size or int(last.get("size", 0)) if trains else 0
-    asked = folder.read_run()
     done = last.get("done")
     return {
         "run_id": folder.run_id,
         "status": state,
         "created": folder.created,
-        "plain": bool(asked.get("plain")),
+        "plain": plain,
         "submitted": "slurm" in asked,
         "steps": summary.steps,
         "size": size,
-        "throughput": last.get("throughput") if state in GOES_ON else None,
+        "throughput": last.get("throughput") if trains else None,
         "done": 1.0 if state == "succeeded" else done if isinstance(done, float) else None,
         "folder": str(folder.path),
     }

@@ -21,7 +21,10 @@ from hvd_elastic.records.wording import batch_words, cut_off_words, shares_words
 from hvd_elastic.run_events import Metrics
 
 _STALE_S = 60.0
-"""Age from which a sample of a host is not shown as present [s]."""
+"""Age from which a sample of a host is not shown as present [s]; of many hosts more."""
+_STALE_S_PER_HOST = 0.75
+"""The same for each host of the run [s]: of many hosts, each samples once in a quarter second for
+each of them."""
 _TOGETHER = 10_000
 """Most events that are taken together, since they are in memory meanwhile."""
 _OUTDATED = ("noise_scale", "efficiency", "goodput")
@@ -176,7 +179,8 @@ class RunSummary:
         exact: whether ``steps`` and ``examples`` are exact, else there may have been more.
         ended_in: epoch of training when the run ended; None before.
         first_step_s: time from the start of the run to its first completed step [s].
-        size: number of processes that train now; 0 after the end.
+        size: number of processes that trained last, as far as the events tell; 0 after the end. See
+            :meth:`trains_now`.
         hosts: last known hostfile, ``(host, slots)``.
         draining: its drained hosts, by name.
         faults: faults of the hardware of its hosts, by name.
@@ -283,14 +287,23 @@ class RunSummary:
         """Return the number of the last announced generation; 0: there is none."""
         return max((rescale.generation for rescale in self.rescales), default=0)
 
-    @property
-    def present_use(self) -> dict[str, HostUse]:
-        """Return the newest samples of the hosts that still send them, while the run continues."""
-        return {
-            host: use
-            for host, use in self.use.items()
-            if self.size and self.duration_s - use.at_s < _STALE_S
-        }
+    def trains_now(self, state: str) -> int:
+        """Return the number of processes that train in a state of :func:`run_state`; 0: none.
+
+        The events do not tell that a leader died, nor that the workers of a run that waits stopped.
+        """
+        return self.size if state in ("running", "leaderless") else 0
+
+    def present_use(self, state: str) -> dict[str, HostUse]:
+        """Return the newest samples of the hosts that still send them, if the run trains.
+
+        Args:
+            state: state of the run; see :meth:`trains_now`.
+        """
+        if not self.trains_now(state):
+            return {}
+        stale_s = max(_STALE_S, _STALE_S_PER_HOST * len(self.hosts))
+        return {host: use for host, use in self.use.items() if self.duration_s - use.at_s < stale_s}
 
     @property
     def hourly_price(self) -> float:
@@ -317,8 +330,9 @@ class RunSummary:
         return {name: self.last[name] for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for ``--json``."""
+        """Return plain data for ``--json``; ``status`` has to be the state that users are shown."""
         data = asdict(self)
+        data["size"] = self.trains_now(self.status)
         del data["series"], data["sizes"], data["placements"]
         data["batch_plan"] = as_record(self.batch_plan) if self.batch_plan else {}
         data["spending"] = data["spending"]["by_cause"]
@@ -484,7 +498,7 @@ def _times(run: RunSummary, events: Sequence[ev.ReadEvent]) -> list[float]:
 def _begin_run(run: RunSummary, event: ev.RunStarted, at_s: float) -> None:
     run.run_id = event.run_id or run.run_id
     run.status = "running"
-    run.message = run.failure = run.failed_worker = ""
+    run.message = run.failure = run.failed_worker = run.waiting = ""
     run.plain = event.plain
     run.ended_in = None
     run.attempts += 1

@@ -464,7 +464,9 @@ def status_rows(
         if found.empty or state not in ENDED
     ]
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
-    size = 0 if state == "waiting" else summary.size
+    size = summary.trains_now(state)
+    if not size:
+        reached.pop("throughput", None)
     rows = [
         ("run", summary.run_id),
         ("status", state_words(summary, state, until, resume, submitted=submitted)),

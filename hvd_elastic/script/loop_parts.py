@@ -65,6 +65,7 @@ def train_by_parts(library: Library, loader: Loader[Any]) -> None:
             if not place.due:  # training was stopped, or is over on the other ranks
                 rollback.training_stopped()
                 return
+        rollback.library_follows()
         library.follow()
         place.due = False
     rollback.epochs_begin()

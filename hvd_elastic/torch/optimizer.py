@@ -117,6 +117,9 @@ class GradientAverager(EagerAverager):
         assert isinstance(other, GradientAverager)
         return self.gradients.trained.shared_with(other.gradients.trained)
 
+    def weight_sums(self) -> list[tuple[str, int]]:
+        return self.gradients.trained.weight_sums()
+
     def first_not_in(self, storages: set[int]) -> str:
         """Return the name and shape of the first trained parameter at no such address, or ""."""
         for parameter, name in self.gradients.names.items():
@@ -207,9 +210,9 @@ class GradientAverager(EagerAverager):
                 return leave_as_it_is(self._optimizer)
             if not self.gradients.are_finite():
                 if self._context.calls_off_to_look():
+                    self.reset()
                     state: Any = self._context.worker.state
                     self._watch = ForwardWatch(state.named_modules())
-                    self.reset()
                     raise StepVoidedError
                 self.skip()
                 return leave_as_it_is(self._optimizer)
@@ -307,10 +310,16 @@ class GradientAverager(EagerAverager):
         self.gradients.check_not_begun(call)
 
     def reset(self) -> None:
+        self._end_watch()  # else its hooks stay if a rank is lost in the repetition
         self.gradients.drop_step()
         self.stepping = False
         self._forget_scaling()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop_watching()
+            self._watch = None
 
     def forget(self) -> None:
         self.gradients.forget_step()  # a gradient scaler may have skipped it
@@ -339,9 +348,7 @@ class GradientAverager(EagerAverager):
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
         self.stepping = False
         self.steps += 1
-        if self._watch is not None:
-            self._watch.stop_watching()
-            self._watch = None
+        self._end_watch()
         if self.steps == 1:
             self.forgotten = forgotten_schedulers(self._context.worker, self.held)
         self.gradients.forget_step()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.gradient_buckets import memory_of
+from hvd_elastic.torch.gradient_buckets import content_of, memory_of
 from hvd_elastic.torch.tensor_forms import form_of, lay_out
 
 
@@ -114,6 +114,12 @@ class TrainedParameters:
 
     def _look(self) -> dict[torch.Tensor, tuple[int, int, int]]:
         return {parameter: memory_of(parameter, content=True) for parameter in self.names}
+
+    def weight_sums(self) -> list[tuple[str, int]]:
+        """Return names, and a sum over a part of each, since all would take time."""
+        return [
+            (name, content_of(each[:1] if each.ndim else each)) for each, name in self.names.items()
+        ]
 
     def shared_with(self, other: TrainedParameters) -> str:
         """Return the name of a parameter that another optimizer has too, or ""."""

@@ -47,7 +47,11 @@ class LoopState(Place):
         self.flos: Any = 0.0
         self.slots: dict[str, int] = {}
         self._trainer = trainer
-        self._things = numbered(trainer.callback_handler.callbacks, _SHOWING) | {"trainer": trainer}
+        things = {"trainer": trainer}
+        computes = getattr(trainer.compute_metrics, "__self__", trainer.compute_metrics)
+        if isinstance(getattr(computes, "__dict__", None), dict):  # it may add batches up
+            things["compute_metrics"] = computes
+        self._things = numbered(trainer.callback_handler.callbacks, _SHOWING) | things
         self._attributes = Attributes(self._named, lambda _, name: name in _OF_PROCESS)
 
     # -- on this rank ----------------------------------------------------------------------

@@ -8,6 +8,7 @@ from statistics import median
 
 from hvd_elastic.formatting import bytes_words, count, duration_words
 from hvd_elastic.records.summary import HostUse, RunSummary
+from hvd_elastic.records.wording import GOES_ON
 from hvd_elastic.views.page import cell, escape, table
 
 _WIDTH, _HEIGHT = 1000, 120
@@ -26,7 +27,10 @@ _MARKS = (
 
 
 def hosts_section(summary: RunSummary) -> str:
-    """Return a section with the picture and the table of hosts as HTML; empty without either."""
+    """Return a section with the picture and the table of hosts as HTML; empty without either.
+
+    ``summary.status`` is the state of the run as shown to users.
+    """
     placements = summary.placements[-_MOST_BARS:]
     if not any(held for _, held in placements):
         return f"<section><h2>Hosts</h2>{_MARKS}</section>" if summary.started is not None else ""
@@ -68,12 +72,13 @@ def _ticks(whole_s: float) -> str:
 def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, float]) -> str:
     """Return the table of all hosts; of a run that continues with how busy they are."""
     slots = dict(summary.hosts)
-    now = dict(summary.placements[-1][1])
-    goes_on = summary.size > 0
+    state = summary.status
+    now = dict(summary.placements[-1][1]) if summary.trains_now(state) else {}
+    goes_on = state in GOES_ON
     shares = _shares(summary, now)
-    fresh = summary.present_use
-    steps_s = _steps_s(summary)
-    slow = slow_hosts(summary)
+    fresh = summary.present_use(state)
+    steps_s = _steps_s(summary, state)
+    slow = slow_hosts(summary, state)
     has_gpus = any(use.gpus for use in fresh.values())
     rows = []
     for name in dict.fromkeys([*slots, *color]) if goes_on else color:
@@ -81,8 +86,8 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
         key = f'<svg class="key" viewBox="0 0 1 1" aria-hidden="true">{square}</svg>'
         row = [f'<td class="h">{key} {escape(name)}</td>']
         if goes_on:
-            state, tone = _state(summary, name, slow, trains=name in now)
-            row.append(f'<td><span class="state {tone}">{escape(state)}</span></td>')
+            words, tone = _state(summary, name, slow, trains=name in now)
+            row.append(f'<td><span class="state {tone}">{escape(words)}</span></td>')
             row.append(cell(f"{now.get(name, 0)} of {slots.get(name, 0)}", "n"))
             share = shares.get(name)
             row.append(cell("" if share is None else f"{share:.0%}", "n"))
@@ -96,12 +101,12 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
     return table([*heads, ("slot time", "n")], rows)
 
 
-def host_rows(summary: RunSummary) -> list[tuple[str, list[str]]]:
+def host_rows(summary: RunSummary, state: str) -> list[tuple[str, list[str]]]:
     """Return what the hosts that train do now, as text: slots, step, CPU, memory, network."""
-    if not summary.size or not summary.placements:
+    if not summary.trains_now(state) or not summary.placements:
         return []
     rows = []
-    present = summary.present_use
+    present = summary.present_use(state)
     for name, number in summary.placements[-1][1]:
         figures = present[name].figures if name in present else {}
         step_s = figures.get("step_s")
@@ -112,18 +117,18 @@ def host_rows(summary: RunSummary) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def slow_hosts(summary: RunSummary) -> dict[str, float]:
+def slow_hosts(summary: RunSummary, state: str) -> dict[str, float]:
     """Return the hosts whose steps take much longer than the median of the hosts, and how much."""
-    steps_s = _steps_s(summary)
+    steps_s = _steps_s(summary, state)
     if len(steps_s) < 2:
         return {}
     usual_s = median(steps_s.values())
     return {name: s / usual_s for name, s in steps_s.items() if s > _SLOW * usual_s > 0}
 
 
-def _steps_s(summary: RunSummary) -> dict[str, float]:
+def _steps_s(summary: RunSummary, state: str) -> dict[str, float]:
     """Return the compute time of a step of each host that trains, where it is known [s]."""
-    present = summary.present_use
+    present = summary.present_use(state)
     return {
         name: present[name].figures["step_s"]
         for name, _ in (summary.placements[-1][1] if summary.placements else [])

@@ -39,7 +39,8 @@ _SLOT_HEIGHT, _LEAST_HEIGHT, _MOST_HEIGHT = 12, 96, 480
 """Height of a slot, and bounds of the whole picture's, in the units of the drawing."""
 _QUEUE_HEIGHT = 60
 _MOST_BARS = 3000
-"""Most bars of the picture; of more the last are drawn."""
+"""Most bars of the picture, besides those of jobs that still run when it begins; of more the last
+are drawn."""
 _LIVE_BARS, _LIVE_S = 600, 86400.0
 """The same on a live page, and the time that it shows [s]."""
 _SIMULATED_S = 86400
@@ -180,8 +181,8 @@ def slots_picture(
     shown = [hold for hold in holds if hold.end_s > since_s and hold.end_s > hold.begin_s]
     if not shown:
         return '<section><h2>Slots</h2><p class="hint">No job has held a slot yet.</p></section>'
-    shown = shown[-most_bars:]
-    begin_s = max(since_s, 0.0 if len(shown) < most_bars else shown[0].begin_s)
+    begin_s = max(since_s, shown[-most_bars].begin_s if len(shown) > most_bars else 0.0)
+    shown = [hold for hold in shown if hold.end_s > begin_s]
     whole_s = max(now_s - begin_s, 1e-3)
     slots = _slots_of_hosts(summary, shown)
     total = sum(slots.values())
@@ -219,12 +220,16 @@ def slots_picture(
     ]
     of_hosts = f"Slots of {count(len(slots), 'host')} over {duration_words(whole_s)}"
     label = f"{of_hosts}, {words}"
-    used = sum(hold.slots * (hold.end_s - max(hold.begin_s, begin_s)) for hold in shown)
+    used = dict.fromkeys({**slots, **summary.slots_since}, 0.0)
+    for hold in shown:
+        used[hold.host] += hold.slots * (hold.end_s - max(hold.begin_s, begin_s))
+    # A job may stay on a host for a while after it was taken out of the hostfile.
+    offered = [max(summary.slot_s_of_host(host, begin_s, now_s), s) for host, s in used.items()]
     names = list(slots)
     bands = f"; a band for each host, from {names[0]} to {names[-1]}" if len(names) > 1 else ""
     hint = (
         f"{label}{bands}. "
-        f"{100 * used / (total * whole_s):.0f} % of the slots were in use. "
+        f"{100 * sum(used.values()) / sum(offered):.0f} % of the slots were in use. "
         "Marks at the top are decisions; point at one for its reason."
     )
     return (
@@ -395,6 +400,7 @@ class _LiveCluster:
         self._folder = folder
         self._events = ClusterEvents(folder)
         self._summary = ClusterSummary(folder.name)
+        self._taken = 0
         self._rendered: tuple[object, str] = (None, "")
 
     def render(self) -> str:
@@ -403,6 +409,7 @@ class _LiveCluster:
         with contextlib.suppress(RunError):  # a daemon of another user is not there
             for record in self._events:
                 summary.take_event(record)
+                self._taken += 1
         if not summary.jobs or summary.started is None:
             return ""
         now_s = summary.duration_s
@@ -410,7 +417,7 @@ class _LiveCluster:
         if alive:  # what continues grows every few seconds, not with every look
             now_s = max(now_s, (time.time() - summary.started) // _GROWS_S * _GROWS_S)
         reasons = self._read_reasons()
-        key = (summary.ended, now_s, alive, reasons)
+        key = (self._taken, now_s, alive, reasons)
         if self._rendered[0] != key:
             self._rendered = key, self._render(now_s, alive=alive)
         return self._rendered[1]

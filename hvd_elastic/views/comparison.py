@@ -46,7 +46,9 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> list[RunSummary
         if summary.started is None:
             raise RunError(f"run {folder.run_id} has no events yet, so there is nothing to compare")
         summary.run_id = folder.run_id
-        summary.status = run_state(summary.status, alive=alive)
+        until = None if alive else folder.leaderless_until(summary.ended)
+        waiting = bool(summary.waiting)
+        summary.status = run_state(summary.status, alive=alive, waiting=waiting, until=until)
         found.append(summary)
     write_page(out, render_comparison(found))
     return found

@@ -19,7 +19,7 @@ from hvd_elastic.records.run_row import run_row
 from hvd_elastic.records.wording import ENDED, GOES_ON
 from hvd_elastic.views.cluster_page import LiveClusters
 from hvd_elastic.views.comparison import COLORS
-from hvd_elastic.views.live_run import LiveComparison, LiveRun
+from hvd_elastic.views.live_run import LiveComparison, LiveRun, file_version
 from hvd_elastic.views.page import cell, escape, progress_bar, read_asset, table
 from hvd_elastic.views.report import status_tone
 
@@ -114,7 +114,7 @@ class _Rows:
     def read_rows(self, folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
         before, self._known = self._known, {}
         for folder in folders:
-            version = _version_of(folder.events)
+            version = file_version(folder.events)
             known = before.get(folder.run_id)
             if known is None or known[0] != version or known[1]["status"] not in ENDED:
                 known = version, run_row(folder)
@@ -124,17 +124,8 @@ class _Rows:
 
 def _changed_at(path: Path) -> float:
     """Return when a file was written to last [Unix s]; 0: there is none."""
-    version = _version_of(path)
+    version = file_version(path)
     return 0.0 if version is None else version[0] / 1e9
-
-
-def _version_of(path: Path) -> tuple[int, int] | None:
-    """Return what differs once a file was written to; None: there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
 
 
 def run_page(run: LiveRun, *, control: bool = False) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import bytes_words, clock_words, count
-from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.events import decode_event
-from hvd_elastic.records.json_lines import LineFollower, decoded, iter_records
+from hvd_elastic.records.json_lines import LineFollower, decoded
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
 from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences, run_state
@@ -26,6 +26,7 @@ from hvd_elastic.views.costs import forecast_words, predict_end
 from hvd_elastic.views.page import MAX_POINTS, escape, progress_bar, thin_out
 from hvd_elastic.views.report import (
     Charts,
+    audit_of,
     chart_names,
     make_charts,
     report_parts,
@@ -52,18 +53,22 @@ class LiveRun:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.version = 0
-        self._summary = RunSummary()
-        self._follower = folder.follow_events()
         self.lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all that was read."""
+        self._created = self.folder.read_run().get("created")
+        self._summary = RunSummary()
+        self._follower = self.folder.follow_events()
         self._read_at = 0.0
         self._unread = 0
         self._pieces: list[tuple[float, int]] = []
         self._thinned: set[str] = set()
-        self._audit: AuditResult | None = None
         self._charts: Charts = ([], [])
         self._charts_key: Any = None
         self._charts_at_s = 0.0
-        self._rendered: tuple[tuple[int, str], dict[str, Any]] | None = None
+        self._rendered: tuple[Any, dict[str, Any]] | None = None
 
     def read(self) -> RunSummary:
         """Read new events; return the summary, which only this object changes.
@@ -79,10 +84,15 @@ class LiveRun:
         if begin - self._read_at >= (_FRESH_S / 8 if self._unread else _FRESH_S):
             if not self.folder.path.is_dir():
                 raise RunError(f"run {self.folder.run_id} is gone: its folder was removed")
+            created = self.folder.read_run().get("created")
+            if created is not None and created != self._created:
+                self._begin()  # it was removed, and its id is used by another run
+                self.version += 1
             while True:  # a piece at least, so that what is unread is known
                 at_s, offset = self._summary.duration_s, self._follower.offset
                 records = self._follower.poll(_PIECE_BYTES)
-                self._unread = max(0, _size_of(self.folder.events) - self._follower.offset)
+                _, size = file_version(self.folder.events) or (0, 0)
+                self._unread = max(0, size - self._follower.offset)
                 if self._follower.offset == offset:
                     self._unread = 0  # what remains is an incomplete line
                     break
@@ -114,27 +124,24 @@ class LiveRun:
         state = self.state()
         with self.lock:
             summary = self._read()
-            if self._rendered is not None and self._rendered[0] == (self.version, state):
+            audited = file_version(self.folder.audit) if state in ENDED else None
+            key = self.version, state, audited
+            if self._rendered is not None and self._rendered[0] == key:
                 return self._rendered[1]
-            status, summary.status = summary.status, state
-            try:
-                parts, data = report_parts(
-                    summary,
-                    self._audit_of(state),
-                    asked=self.folder.read_run(),
-                    charts=self._charts_of(state),
-                )
-            finally:
-                summary.status = status
+            shown, audit = replace(summary, status=state), check_audit(())
+            if state in ENDED:  # else there is nothing to check yet
+                audit = audit_of(self.folder, shown)
+            asked, charts = self.folder.read_run(), self._charts_of(state)
+            parts, data = report_parts(shown, audit, asked=asked, charts=charts)
             data["duration_s"] = self._charts_at_s
             if state not in ENDED:
-                parts["audit"] = ""  # it is checked once the run has ended
+                parts["audit"] = ""
             parts = {"header": "", "words": _words_section(summary, state), **parts}
             told = f"{state}, as of its last event at {clock_words(summary.ended)}"
             if self._unread:
                 told = f"reading its events, {bytes_words(self._unread)} to go"
             found = {"html": parts, "data": data, "live": told, "unread": self._unread}
-            self._rendered = (self.version, state), found
+            self._rendered = key, found
             return found
 
     def zoom(self, name: str, begin_s: float, end_s: float) -> dict[str, Any]:
@@ -187,25 +194,14 @@ class LiveRun:
             self._charts_key, self._charts_at_s = key, summary.duration_s
         return self._charts
 
-    def _audit_of(self, state: str) -> AuditResult:
-        """Return the audit, which is checked once the run has ended."""
-        if state not in ENDED:
-            self._audit = None
-            return check_audit(())
-        if self._audit is None:
-            self._audit = check_audit(
-                iter_records(self.folder.audit),
-                finished=state == "succeeded",
-                ended_in=self._summary.ended_in,
-            )
-        return self._audit
 
-
-def _size_of(path: Path) -> int:
+def file_version(path: Path) -> tuple[int, int] | None:
+    """Return what differs once a file was written to; None: there is none."""
     try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 class LiveComparison:
@@ -263,7 +259,8 @@ def _words_section(summary: RunSummary, state: str) -> str:
     done = summary.last.get("done") if state in GOES_ON else None
     forecast = bar = ""
     if isinstance(done, float):
-        forecast, bar = forecast_words(summary, done, predict_end(summary)), progress_bar(done)
-    told = run_sentences(summary, state, forecast, slow_hosts(summary))
+        end = predict_end(summary) if summary.trains_now(state) else None
+        forecast, bar = forecast_words(summary, done, end), progress_bar(done)
+    told = run_sentences(summary, state, forecast, slow_hosts(summary, state))
     lines = "".join(f"<p>{escape(text)}</p>" for text in told)
     return f'<section class="words">{lines}{bar}</section>' if told else ""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.records.wording import READING
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -62,8 +63,14 @@ _RATES = {"throughput", "goodput", "data_wait", "rank_wait"}
 
 
 def prometheus_text(runs: Iterable[tuple[RunSummary, str]]) -> str:
-    """Return the figures of runs, each with its state; a figure that is not known is left out."""
-    known = [(summary, state, _figures(summary)) for summary, state in runs]
+    """Return the figures of runs, each with its state; a figure that is not known is left out.
+
+    Of a run whose events are still being read, all figures would be those of an earlier time.
+    """
+    known = [
+        (summary, state, {} if state == READING else _figures(summary, state))
+        for summary, state in runs
+    ]
     info = [({"run": summary.run_id, "state": state}, 1) for summary, state, _ in known]
     lines = _lines("run_info", "gauge", "State of a run.", info)
     for name, (kind, described) in FIGURES.items():
@@ -73,8 +80,8 @@ def prometheus_text(runs: Iterable[tuple[RunSummary, str]]) -> str:
         lines += _lines(name, kind, described, rows)
     used = [
         ({"run": summary.run_id, "host": host}, use)
-        for summary, _, _ in known
-        for host, use in summary.present_use.items()
+        for summary, state, _ in known
+        for host, use in summary.present_use(state).items()
     ]
     for name, (figure, described) in HOST_FIGURES.items():
         rows = [(labels, use.figures[figure]) for labels, use in used if figure in use.figures]
@@ -108,8 +115,9 @@ def _quoted(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _figures(summary: RunSummary) -> dict[str, float]:
-    found: dict[str, float] = {"slots": summary.size}
+def _figures(summary: RunSummary, state: str) -> dict[str, float]:
+    size = summary.trains_now(state)
+    found: dict[str, float] = {"slots": size}
     if summary.ended is not None:
         found["last_event_timestamp_seconds"] = summary.ended
     if summary.plain:
@@ -123,7 +131,7 @@ def _figures(summary: RunSummary) -> dict[str, float]:
     }
     for name, metric in _LAST.items():
         value = summary.last.get(metric)
-        if metric in _RATES and not summary.size:
+        if metric in _RATES and not size:
             continue
         if isinstance(value, (int, float)) and math.isfinite(value):
             found[name] = value

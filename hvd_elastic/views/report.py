@@ -86,18 +86,24 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
         )
     summary.run_id = folder.run_id
     until = None if alive else folder.leaderless_until(summary.ended)
-    summary.status = run_state(summary.status, alive=alive, until=until)
+    waiting = bool(summary.waiting)
+    summary.status = run_state(summary.status, alive=alive, waiting=waiting, until=until)
+    audit = audit_of(folder, summary)
+    path = folder.path / "report.html" if out is None else Path(out)
+    write_page(path, render_report(summary, audit, asked=folder.read_run()))
+    return ReportResult(path, summary, audit)
+
+
+def audit_of(folder: RunFolder, summary: RunSummary) -> AuditResult:
+    """Return the audit of a run whose state, as shown to users, is ``summary.status``."""
     finished = summary.status == "succeeded"
-    audit = check_audit(
+    return check_audit(
         iter_records(folder.audit),
         finished=finished,
         ended_in=summary.ended_in,
         steps_made=summary.steps if finished else 0,
         examples_made=summary.examples if finished else 0,
     )
-    path = folder.path / "report.html" if out is None else Path(out)
-    write_page(path, render_report(summary, audit, asked=folder.read_run()))
-    return ReportResult(path, summary, audit)
 
 
 def render_report(

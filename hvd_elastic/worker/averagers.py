@@ -124,6 +124,10 @@ class Averagers:
         for averager in self.eager:
             averager.pass_begins()
 
+    def weight_sums(self) -> list[tuple[str, int]]:
+        """See :meth:`EagerAverager.weight_sums`."""
+        return [each for averager in self.eager for each in averager.weight_sums()]
+
     def leave_out(self, *, over: bool) -> None:
         """See :meth:`Averager.leave_out`; with several, the exchange of the body checks it."""
         if not self.several:

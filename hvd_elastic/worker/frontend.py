@@ -241,6 +241,10 @@ class EagerAverager(Averager):
         return
 
     @abstractmethod
+    def weight_sums(self) -> list[tuple[str, int]]:
+        """Return for each trained parameter its name, and a number that other weights change."""
+
+    @abstractmethod
     def absorb(self) -> None:
         """Add up the gradients of a pass that is followed by others in the same step."""
 

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
 from hvd_elastic.worker.debugging.uncaught import script_line
 from hvd_elastic.worker.frontend import State
@@ -40,6 +41,12 @@ class SnapshotSource(Protocol):
 
 
 _CONTAINERS = (list, dict, set, deque)
+_OTHER_WEIGHTS = (
+    "a rank was lost in a validation, or at the end of an epoch, while {!r} had other values than "
+    "after the last batch, such as an average of the weights (EMA), and training would continue "
+    "with them. Keep an average in a second model, and evaluate that. To change weights for good, "
+    "do it after a batch: in on_train_batch_end (Lightning) or on_step_end (transformers)"
+)
 _PARTIAL = 0
 _NEWNESS = {Phase.DONE: 1, Phase.LOOP: 2, Phase.HEAD: 3, Phase.TAIL: 4, Phase.PAUSE: 4}
 """Preference among survivors that have taken the same number of steps: the highest gives its state.
@@ -77,6 +84,8 @@ class Rollback:
         a step of the next epoch shows that every rank has passed it: until then a failure repeats
         the tail on all ranks, so that what only rank 0 does there is done even if it is lost."""
         self._collective: tuple[str, Any, int] | None = None
+        self._weights: list[tuple[str, int]] = []
+        """Of the trained parameters where a library's code after a loop began."""
         self._warned = False
         self.partial = False
         """Whether this rank failed in a loop body after its step, so the body's rest is missing."""
@@ -146,8 +155,13 @@ class Rollback:
         return _PARTIAL if self.partial else _NEWNESS[self._at.phase]
 
     def fail(self) -> None:
-        """Go back to the end of the last loop body, or of the last loop if no step has followed."""
+        """Go back to the end of the last loop body, or of the last loop if no step has followed.
+
+        Raises:
+            ScriptError: code of a library after the last loop has changed weights.
+        """
         worker = self._worker
+        weights, self._weights = self._weights, []  # a state that is received has others
         self._left = self._collective = None
         if leftovers := self._leftovers.left():
             worker.warn(leftovers)
@@ -156,6 +170,10 @@ class Rollback:
             self._epoch_end = None
             self.save()
         elif worker.state is not None:
+            if weights and worker.progress.phase in AFTER_LOOP:
+                for before, now in zip(weights, worker.averagers.weight_sums(), strict=False):
+                    if before != now:
+                        raise ScriptError(_OTHER_WEIGHTS.format(before[0]))
             if self._epoch_end is not None:
                 self._at, self._stop_reason, snapshot, self._random = self._epoch_end
                 worker.state.save_values(snapshot)
@@ -268,6 +286,14 @@ class Rollback:
             self._restore()
         else:
             self._save_part()
+
+    def library_follows(self) -> None:
+        """Note the weights before a library's code after a loop, which may exchange them.
+
+        Unlike in a script's own code, no `with` block can put them back there.
+        """
+        if self._worker.elastic:
+            self._weights = self._worker.averagers.weight_sums()
 
     def next_pass(self) -> None:
         """Move progress to the next epoch inside a loop that goes over several."""

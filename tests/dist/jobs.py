@@ -20,7 +20,7 @@ from typing_extensions import Self
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.virtual import VirtualCluster
-from tests.dist.running import Stage, processes_with
+from tests.dist.running import END_S, Stage, processes_with
 from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
 from tests.waiting import until
 
@@ -113,7 +113,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def call(
-    *arguments: object, home: Path, cwd: Path | None = None, timeout_s: float = 180, **more: str
+    *arguments: object, home: Path, cwd: Path | None = None, timeout_s: float = END_S, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run one command of ours to its end."""
     return subprocess.run(
@@ -144,7 +144,9 @@ class Job:
         self.output = home / f"{self.run_id}.out"
         options = [*arguments]
         at = options.index("--")
+        # What gets no processor time for a while is not lost.
         options[at:at] = ["--run-id", self.run_id]
+        options[:0] = ["--failure-timeout", "30"]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 command("run", *options),
@@ -191,7 +193,7 @@ class Job:
 
         self.until(trains, f"training with {size or 'any number of'} processes")
 
-    def wait(self, timeout_s: float = START_S) -> int:
+    def wait(self, timeout_s: float = END_S) -> int:
         """Exit status."""
         try:
             return self.process.wait(timeout_s)
@@ -200,6 +202,14 @@ class Job:
 
     def audit(self) -> AuditResult:
         return audit_of(self.folder)
+
+
+def times_all_trained(events: Iterable[Record], ranks: int) -> int:
+    """How often training with all ranks began; it need not shrink in between.
+
+    Where the survivor of a kill is late, the replacement joins in the same rescale.
+    """
+    return [e["size"] for e in events if e["kind"] == "rescale_finished"].count(ranks)
 
 
 def audit_of(folder: Path) -> AuditResult:

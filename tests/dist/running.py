@@ -39,6 +39,8 @@ PROBES = {
 }
 """The probe script by the style of its training."""
 DEADLINE_S = CLEAN_S = LIMIT_S
+END_S = 4 * LIMIT_S
+"""For a whole training."""
 POLL_S = 0.02
 _AGENT = "hvd_elastic.agent.agent"
 
@@ -144,9 +146,11 @@ class RunningJob:
         self._temporary = stage.temporary_entries()
         command = script or [sys.executable, *PROBES[style], *script_options]
         command = [str(self.folder) if word == "FOLDER" else word for word in command]
+        # What gets no processor time for a while is not lost; tests of silence say so themselves.
+        patience = ("--failure-timeout", "30")
         self.process = self._start(
             *(*verb, "--run-id", self.run_id, *where, "--audit"),
-            *("--checkpoint-every", "1", *options, "--", *command),
+            *("--checkpoint-every", "1", *patience, *options, "--", *command),
             program=program,
             stdout=stdout,
         )
@@ -215,7 +219,7 @@ class RunningJob:
         config = str(self.stage.cluster.ssh_config)
         self.resume("--hostfile", str(self.hostfile), "--ssh-config", config, alive=alive)
 
-    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+    def wait(self, timeout_s: float = END_S) -> int:
         """Exit status of the leader."""
         try:
             status = self.process.wait(timeout_s)
@@ -226,7 +230,7 @@ class RunningJob:
 
     def finish(
         self,
-        timeout_s: float = DEADLINE_S,
+        timeout_s: float = END_S,
         *,
         but_spools: bool = False,
         all_recorded: bool = True,
@@ -241,9 +245,7 @@ class RunningJob:
         self.finish_without_audit(timeout_s, but_spools=but_spools)
         return self.check_audit(finished=True, all_recorded=all_recorded)
 
-    def finish_without_audit(
-        self, timeout_s: float = DEADLINE_S, *, but_spools: bool = False
-    ) -> None:
+    def finish_without_audit(self, timeout_s: float = END_S, *, but_spools: bool = False) -> None:
         """As :meth:`finish`, where the records are of other runs too."""
         (self.folder / "enough").touch()
         assert self.wait(timeout_s) == 0, self.story()

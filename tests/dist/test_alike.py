@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.jobs import Job, call, write_script
+from tests.dist.jobs import Job, call, times_all_trained, write_script
 from tests.paths import COSTLY
 
 pytestmark = pytest.mark.dist
@@ -147,7 +147,7 @@ def test_a_worker_that_joins_with_other_data_is_refused_by_the_name_of_the_field
     script = write_script(tmp_path, CHANGED)
     words = ["--np", ranks, "--", sys.executable, script, tmp_path / "died", listing]
     with Job(*words, home=tmp_path) as job:
-        assert job.wait(240) == 1, job.text
+        assert job.wait() == 1, job.text
     assert "'names'" in job.text
     assert "Traceback" not in job.text
 
@@ -230,14 +230,13 @@ def train(state):
             totals.add(ones=len(inputs))
             model.rewards.clear()
             state.step += 1
-            state.fewer = state.fewer or (mark.exists() and hvd.size() < state.ranks)
-            state.after += state.fewer and hvd.size() == state.ranks
+            state.after += mark.exists() and hvd.size() == state.ranks
             if state.after == 10 or (dies < 0 and state.step == 20):
                 hvd.stop("enough")
     end(state)
 
 
-values = {"step": 0, "after": 0, "fewer": False, "ranks": int(sys.argv[3])}
+values = {"step": 0, "after": 0, "ranks": int(sys.argv[3])}
 train(hvd.State(model=model, optimizer=optimizer, **values))
 """
 
@@ -261,9 +260,7 @@ def test_sums_and_random_numbers_do_not_depend_on_joins_and_kills(
     script = write_script(tmp_path, ALIKE)
     words = ["--np", ranks, "--", sys.executable, script, tmp_path / "died", dies, ranks, over]
     with Job(*words, home=tmp_path) as job:
-        assert job.wait(240) == 0, job.text
+        assert job.wait() == 0, job.text
         assert f"ends alike {ranks}" in job.text
         assert ("model.rewards has 5 entries and had 0" in job.text) == (dies >= 0)
-        sizes = [event["size"] for event in job.events("rescale_finished")]
-        wanted = [ranks] if dies < 0 else [ranks, ranks - 1, ranks]
-        assert sizes[-len(wanted) :] == wanted
+        assert times_all_trained(job.events(), ranks) == (1 if dies < 0 else 2)

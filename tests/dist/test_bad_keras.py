@@ -10,7 +10,7 @@ import pytest
 
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
-from tests.dist.jobs import Job, hostfile_of, write_script
+from tests.dist.jobs import Job, hostfile_of, times_all_trained, write_script
 from tests.paths import COSTLY, LIMIT_S, NEEDS_TENSORFLOW, WORKER_PYTHONPATH
 
 pytestmark = [pytest.mark.dist, NEEDS_TENSORFLOW]
@@ -154,7 +154,6 @@ class Gan(keras.Model):
         return {"judge": judge, "seen": self.seen.result(), "auc": self.auc.result()}
 
 class Die(keras.callbacks.Callback):
-    fewer, enough = False, 10**9
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.05)
         if int(self.model.judging.iterations) == 7 and hvd.rank() == 1 and not mark.exists():
@@ -226,8 +225,7 @@ def train(state):
             train_step(inputs)
             totals.add(ones=tf.reduce_sum(inputs[:, 0]))
             state.step += 1
-            state.fewer = state.fewer or hvd.size() < ranks
-            state.after += state.fewer and hvd.size() == ranks
+            state.after += mark.exists() and hvd.size() == ranks
             if state.after == 10:
                 hvd.stop("enough")
     assert buffer.data[: buffer.added].tolist() == list(range(state.step))
@@ -235,7 +233,7 @@ def train(state):
     assert totals.mean("ones") == 1.0
     print("ends alike", hvd.size())
 
-train(hvd.State(model=model, optimizer=optimizer, buffer=buffer, step=0, after=0, fewer=False))
+train(hvd.State(model=model, optimizer=optimizer, buffer=buffer, step=0, after=0))
 """
 REFUSED = {
     "not built": ("fit(kind(make_layers()[1:]))", "is not built"),
@@ -304,10 +302,9 @@ def test_two_optimizers_and_metrics_do_not_depend_on_a_kill_and_a_join(
     with Job(
         "--np", ranks, "--", sys.executable, script, tmp_path / "died", ranks, home=tmp_path
     ) as job:
-        assert job.wait(200) == 0, job.text
+        assert job.wait() == 0, job.text
     assert f"ends alike {ranks}" in job.text
-    sizes = [event["size"] for event in job.events("rescale_finished")]
-    assert sizes == [ranks, ranks - 1, ranks]
+    assert times_all_trained(job.events(), ranks) == 2
 
 
 @COSTLY
@@ -317,7 +314,7 @@ def test_a_replay_buffer_is_undone_or_refused(tmp_path: Path, kind: str, ranks: 
     script = write_script(tmp_path, HELPERS)
     words = ["--np", ranks, "--", sys.executable, script, tmp_path / "died", ranks, kind]
     with Job(*words, home=tmp_path) as job:
-        assert job.wait(200) == (kind == "Buffer"), job.text
+        assert job.wait() == (kind == "Buffer"), job.text
     if kind == "Buffer":
         assert "this Buffer changes in the loop body before optimizer.apply()" in job.text
     else:

@@ -24,7 +24,7 @@ def test_a_job_moves_off_its_hosts_and_back(stage: Stage, start_job: StartJob) -
     job.wait_size(2)
     since = job.mark()
     # With time left, the replacement is warm before anybody is told to leave.
-    told = json.loads(job.command("drain", job.run_id, b, "--in", "60s", "--json"))
+    told = json.loads(job.command("drain", job.run_id, b, "--in", "600s", "--json"))
     assert told["drained"] is True
     job.wait_size(2, since)
     kinds = [event["kind"] for event in job.events[since:]]

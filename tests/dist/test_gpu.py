@@ -31,7 +31,7 @@ def test_workers_that_die_and_come_leave_training_whole(tmp_path: Path):
         capture_output=True,
         text=True,
         env=environment(tmp_path),
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     measured = json.loads(out.with_suffix(".raw.json").read_text())

@@ -83,7 +83,7 @@ def _follow_guide(stage: Stage, folder: Path, environment: dict[str, str]) -> No
             text=True,
             cwd=folder,
             env=environment,
-            timeout=300,
+            timeout=900,
         )
         said = done.stdout
         for number, host in enumerate(stage.hosts, 1):

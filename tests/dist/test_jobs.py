@@ -335,7 +335,7 @@ def test_a_pulled_cable_and_killed_agents_cost_slots_and_no_job(
     hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:3], slots=2)
     names = ("lock", "ran", "enough")
     files = {name: shared / f"{tmp_path.name}.{name}" for name in names}
-    limits = ("--failure-timeout", 2, "--leader-grace", 3)
+    limits = ("--failure-timeout", 10, "--leader-grace", 15)
     cluster = Cluster(tmp_path, hostfile, "cut", ("-F", stage.cluster.ssh_config))
     script_call = (sys.executable, script, "--until", files["enough"], "--example-time", 0.01)
     train = ("--audit", "--checkpoint-every", 1, *limits, "--", *script_call)

@@ -20,7 +20,7 @@ from tests.paths import COSTLY, ROOT
 pytestmark = pytest.mark.dist
 
 GRACE_S = 3.0
-SOON_S = 4.0
+SOON_S = 10.0
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, job: Runnin
     # It leads as the first one did.
     since, killed = job.mark(), job.worker(b)
     killed.kill()
-    job.wait_event("rescale_finished", since, size=1)
+    job.wait_event("rescale_finished", since)
     job.wait_size(2, since)
     assert job.check_audit().voided_steps <= voided + 1, "at most the step in flight of the kill"
 
@@ -137,7 +137,6 @@ def test_the_next_leader_has_another_hostfile(stage: Stage, job: RunningJob) -> 
     kill_leader(job)
     job.use({a: 1, c: 1})
     since = take_over(job)
-    job.wait_size(1, since)
     job.wait_size(2, since)
     assert [worker.host for worker in job.workers()] == [a, c]
     assert job.worker(a) == kept
@@ -367,6 +366,6 @@ def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
     assert job.workers() == workers
     since = job.mark()
     job.worker(b).kill()
-    job.wait_event("rescale_finished", since, size=1)
+    job.wait_event("rescale_finished", since)
     job.wait_size(2, since)
     job.finish(all_recorded=False)

@@ -166,7 +166,7 @@ def story(
         *("--", sys.executable, script, "--folder", home / name, "--epochs", epochs, *options),
         home=home,
     ) as job:
-        assert job.wait(240) == 0, job.text
+        assert job.wait() == 0, job.text
     lines = [json.loads(line) for line in (home / name / "story.jsonl").read_text().splitlines()]
     return {line["epoch"]: line for line in lines}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.running import Stage
+from tests.dist.running import END_S, Stage
 from tests.paths import COSTLY, LITTLE_WORK, NEEDS_TENSORFLOW, ROOT, WORKER_PYTHONPATH
 from tests.waiting import until
 
@@ -58,7 +59,7 @@ class Recipe:
             )
 
     def call(self, script: str, *words: object) -> str:
-        status = self.start(script, *words).wait(300)
+        status = self.start(script, *words).wait(END_S)
         assert status == 0, self.said()
         return self.said()
 
@@ -92,7 +93,8 @@ def test_pictures_are_learned_with_a_join_and_a_kill(recipe: Recipe) -> None:
     first, second, third, _ = recipe.stage.hosts
     recipe.use(first, second)
     process = recipe.start(
-        *("train_imagenet.sh", 2, "--run-id", "net", "-H", recipe.hostfile, "--"),
+        *("train_imagenet.sh", 2, "--run-id", "net", "-H", recipe.hostfile),
+        *("--failure-timeout", 600, "--"),
         *("--data", recipe.pictures, *SMALL, "--crop", 0.6, "--epochs", 15, "--batch-size", 32),
         *("--lr", 0.1, "--warmup", 1, "--label-smoothing", 0),
     )
@@ -105,21 +107,36 @@ def test_pictures_are_learned_with_a_join_and_a_kill(recipe: Recipe) -> None:
         made = [each for each in recipe.events("net") if each["kind"] == "rescale_finished"]
         return bool(made) and made[-1]["size"] == size
 
+    def stands_by(host: str) -> bool:
+        made = [each for each in recipe.events("net") if each["kind"] == "worker_standby"]
+        return host in [each["host"] for each in made]
+
+    held: list[int] = []
     try:
         recipe.wait_for(process, lambda: reached(2), "two epochs")
+        # They wait for the third one, which may take longer to start than they would train.
+        held = [pid for host in (first, second) for pid in _workers(recipe, host)]
+        for pid in held:
+            os.kill(pid, signal.SIGSTOP)
         recipe.use(first, second, third)
         scale = [sys.executable, "-m", "hvd_elastic.cli.app", "scale", "net", "3"]
         told = lambda: subprocess.run(scale, env=recipe.environment, capture_output=True)  # noqa: E731
         # It is refused until the run has read its hostfile.
         recipe.wait_for(process, lambda: told().returncode == 0, "the new size")
+        recipe.wait_for(process, lambda: stands_by(third), "a third one")
+        for pid in held:
+            os.kill(pid, signal.SIGCONT)
         recipe.wait_for(process, lambda: trains_on(3), "three ranks")
-        recipe.wait_for(process, lambda: reached(6), "more epochs")
+        recipe.wait_for(process, lambda: reached(5), "more epochs")
         (victim,) = _workers(recipe, second)
         os.kill(victim, signal.SIGKILL)
-        status, said = process.wait(300), recipe.said()
+        status, said = process.wait(END_S), recipe.said()
     finally:
         process.kill()
         process.wait()
+        for pid in held:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     assert status == 0, said
     assert "was killed by signal 9" in said
     passes = re.findall(r"pass (\d+): loss ([\d.]+), top-1 accuracy ([\d.]+)", said)

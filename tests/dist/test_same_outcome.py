@@ -13,11 +13,11 @@ import torch
 
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
-from tests.paths import ALL, COSTLY
+from tests.paths import ALL, COSTLY, LIMIT_S
 
 KILLS = int(os.environ.get("HVD_ELASTIC_TEST_KILLS", "5" if ALL else "3"))
 """More make a soak: HVD_ELASTIC_TEST_KILLS=300 make test ARGS=tests/dist/test_same_outcome.py"""
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300 + 20 * KILLS)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800 + 60 * KILLS)]
 KILL_SEED = int(os.environ.get("HVD_ELASTIC_TEST_KILL_SEED", "0"))
 # In 32 bits the rounding of one sum is a percent of the parameters a thousand steps later.
 MODEL = ("--seed", "7", "--double", "--examples", "144", "--batch-size", "12")
@@ -32,7 +32,7 @@ def run_undisturbed(stage: Stage, start_job: StartJob, like: RunningJob) -> Runn
     hosts = {stage.hosts[0]: 1, stage.hosts[1]: 1}
     script_options = (*MODEL, "--step-time", "0", "--epochs", str(epochs))
     job: RunningJob = start_job(hosts, "--min-np", "2", script_options=script_options)
-    assert job.wait(60 + 10 * epochs) == 0, job.story()
+    assert job.wait(LIMIT_S + 10 * epochs) == 0, job.story()
     return job
 
 

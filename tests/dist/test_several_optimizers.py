@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.dist.conftest import StartJob
+from tests.dist.jobs import times_all_trained
 from tests.dist.running import Stage
 from tests.paths import COSTLY, ROOT, WORKER_PYTHONPATH
 
@@ -45,11 +46,8 @@ def test_kill_9_between_two_steps_changes_no_more_than_rounding(
     assert (audit.complete_epochs, audit.voided_steps) == (8, 0), (
         f"an undone body is not recorded: {job.story()}"
     )
-    joined = [event["size"] for event in job.kinds("rescale_finished")]
-    both = joined.index(2)  # a machine that is late trains with one rank first
-    assert joined[both : both + 4] == [2, 1, 2, 1], (
-        f"two ranks, a kill, its replacement, a kill: {joined}"
-    )
+    assert len([*job.folder.glob("died-*")]) == 2, job.story()
+    assert times_all_trained(job.events, 2) >= 2, "before each kill"
     monkeypatch.delenv("KILLS")
     found = torch.load(job.folder / "end.pt", weights_only=True)
     torch.testing.assert_close(found, undisturbed(tmp_path), rtol=0, atol=1e-8)

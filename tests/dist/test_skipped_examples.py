@@ -134,7 +134,7 @@ def test_examples_that_cannot_be_decoded_count_nothing_at_any_number_of_ranks(
         hosts.write_text(f"localhost slots={ranks + 1}\n", encoding="utf-8")
         options = ["--hostfile", hosts, "--np", ranks, "--min-np", ranks, "--spares", 1, "--audit"]
         with Job(*options, "--", *train, home=tmp_path) as job:
-            assert job.wait(240) == 0, job.text
+            assert job.wait() == 0, job.text
             assert "example 'k0005' cannot be decoded: " in job.text
             records = [*read_records(job.folder / "audit.jsonl")]
             skipped = job.events("example_skipped")
@@ -168,7 +168,7 @@ def test_an_input_host_leaves_them_out_too(
     with Job(*options, "--", *train, home=folder) as job:
         job.until(lambda: job.events("input_host_joined"), "an input host")
         (folder / "joined").touch()
-        assert job.wait(240) == 0, job.text
+        assert job.wait() == 0, job.text
         records = [*read_records(job.folder / "audit.jsonl")]
         skipped = job.events("example_skipped")
     assert {each["example"].rpartition(" ")[2] for each in skipped} == {

@@ -49,7 +49,7 @@ def test_a_short_soak_passes(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment(tmp_path),
-        timeout=280,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = report(path)
@@ -72,7 +72,7 @@ def test_kills_on_one_host_lose_nothing(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment(tmp_path),
-        timeout=280,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = report(path)

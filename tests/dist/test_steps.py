@@ -124,7 +124,7 @@ def test_groups_and_an_early_end_survive_deaths_at_any_place(tmp_path: Path) -> 
     script, kept = write_script(tmp_path, SCRIPT), folder(tmp_path, "disturbed")
     options = ["--hostfile", hosts, "--np", 2, "--min-np", 2, "--spares", 2, "--audit"]
     with Job(*options, "--", sys.executable, script, kept, "--die", home=tmp_path) as job:
-        assert job.wait(240) == 0, job.text
+        assert job.wait() == 0, job.text
     assert len(list(kept.glob("died-*"))) == 3
     found = flat(json.loads((kept / "end.json").read_text()))
     assert found == pytest.approx(undisturbed, rel=1e-9)
@@ -258,7 +258,7 @@ def test_an_early_end_that_dies_with_its_rank_is_taken_back(tmp_path: Path) -> N
     hosts.write_text("localhost slots=3\n", encoding="utf-8")
     options = ["--hostfile", hosts, "--np", 2, "--min-np", 2, "--spares", 1]
     with Job(*options, "--", sys.executable, script, tmp_path / "told", home=tmp_path) as job:
-        assert job.wait(240) == 0, job.text
+        assert job.wait() == 0, job.text
     assert [event["step"] for event in job.events("training_stopped")] == [5]
     assert [event["step"] for event in job.events("training_goes_on")] == [4]
     (finished,) = job.events("run_finished")

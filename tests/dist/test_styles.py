@@ -97,7 +97,7 @@ def together(name: str, script: Path, folder: Path, **disturbance: Any) -> dict[
         home=folder,
         env=variables(name),
     ) as job:
-        assert job.wait(240) == 0, f"{disturbance}\n{job.text}"
+        assert job.wait() == 0, f"{disturbance}\n{job.text}"
     died = folder / "died"
     where = died.read_text() if died.exists() else "nobody died"
     assert died.exists() == ("die" in disturbance), f"{disturbance}: {where}"

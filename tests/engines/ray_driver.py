@@ -14,6 +14,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--run-id")
 parser.add_argument("--audit", action="store_true")
 parser.add_argument("--checkpoint-every", type=float)
+parser.add_argument("--failure-timeout", type=float)
 parser.add_argument("--min-np", type=int)
 parser.add_argument("--max-np", type=int)
 parser.add_argument("command", nargs="*")
@@ -37,5 +38,6 @@ ElasticTrainer(
         "run_id": args.run_id,
         "audit": args.audit,
         "checkpoint_every_s": args.checkpoint_every,
+        "failure_timeout_s": args.failure_timeout,
     },
 ).fit()

@@ -12,6 +12,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--run-id")
 parser.add_argument("--audit", action="store_true")
 parser.add_argument("--checkpoint-every", type=float)
+parser.add_argument("--failure-timeout", type=float)
 parser.add_argument("--np", type=int)
 parser.add_argument("--min-np", type=int)
 parser.add_argument("--max-np", type=int)
@@ -29,6 +30,7 @@ distributor = TorchDistributor(
         "run_id": args.run_id,
         "audit": args.audit,
         "checkpoint_every_s": args.checkpoint_every,
+        "failure_timeout_s": args.failure_timeout,
     },
 )
 distributor.run(args.command[1], *args.command[2:])

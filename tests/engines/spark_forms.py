@@ -23,7 +23,7 @@ from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.spark import TorchDistributor, _get_spark_partition_data_loader, rows
 
 Fixed = partial(TorchDistributor, use_gpu=False, elastic=False)
-GIVEN_S = 540.0  # less than the test has, so that what hangs is shown
+GIVEN_S = 1700.0  # less than the test has, so that what hangs is shown
 kept: list[Any] = []
 """Modules that outlive the function that made them."""
 LOOKS = ("interval", "maxFailures")

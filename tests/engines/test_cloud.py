@@ -128,7 +128,7 @@ def kill_after(process: subprocess.Popen[str], after_s: float) -> None:
     process.communicate()
 
 
-@pytest.mark.timeout(60 * KILLS + 600)
+@pytest.mark.timeout(60 * KILLS + 1800)
 @long
 def test_up_that_is_killed_leaves_nothing_that_down_does_not_end(market: Market) -> None:
     theirs = market.start_bystander()
@@ -144,7 +144,7 @@ def test_up_that_is_killed_leaves_nothing_that_down_does_not_end(market: Market)
         assert market.hosts_on() == {theirs}, f"killed after {after_s:.2f} s"
 
 
-@pytest.mark.timeout(60 * KILLS + 600)
+@pytest.mark.timeout(60 * KILLS + 1800)
 @long
 def test_down_that_is_killed_can_be_repeated(market: Market) -> None:
     theirs = market.start_bystander()
@@ -221,7 +221,7 @@ def test_a_run_asks_for_its_machines_and_gives_them_back(market: Market) -> None
         lost = min(market.hosts_on() - {theirs})
         since = job.mark()
         market.end_by_hand(lost)
-        job.wait_size(1, since)  # lost, or seen to end in time
+        job.wait_event("rescale_finished", since)  # it is lost, or seen to end in time
         job.wait_size(2, since)
         job.end()
     assert market.hosts_on() == {theirs}
@@ -251,7 +251,7 @@ def test_a_cluster_asks_for_machines_while_jobs_wait_and_ends_what_they_leave(
     assert market.hosts_on() == {theirs}
 
 
-@pytest.mark.timeout(90 * KILLS + 600)
+@pytest.mark.timeout(90 * KILLS + 1800)
 @long
 def test_a_run_that_is_killed_leaves_machines_only_as_long_as_their_lease(market: Market) -> None:
     theirs = market.start_bystander()
@@ -386,7 +386,8 @@ def test_without_credentials_nothing_is_asked(ec2: Ec2) -> None:
     ("fault", "words"), [("cut", "Is port 22 open"), ("no python", "there is no python3")]
 )
 def test_machines_that_cannot_be_used_are_ended(ec2: Ec2, fault, words) -> None:
-    ec2.settings["START_LIMIT"] = 30.0
+    if fault == "cut":  # which is known at the limit
+        ec2.settings["START_LIMIT"] = 30.0
     ec2.cloud.bodies.fault = fault
     told = ec2.call(*up(ec2, "lab", "--instances", "1"), status=1).stderr
     assert words in told

@@ -26,7 +26,7 @@ from tests.paths import ALL, COSTLY, LIMIT_S
 _MEMORY = 2 << 30
 BARE_IMAGE = "registry.example/bare:1"
 
-pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.dist, pytest.mark.root]
 
 
 @pytest.fixture(scope="module")

@@ -84,15 +84,13 @@ def test_a_lost_actor_or_node_is_a_lost_host_and_a_new_node_joins(
         since = job.mark()
         (actor,) = ray_cluster.processes(stage.hosts[1], "ray::HostActor")
         actor.kill()
-        noticed = job.wait_event("host_lost", since)
-        rescaled = job.wait_size(2, since)
-        assert rescaled["mono"] - noticed["mono"] <= 1.0
+        job.wait_event("host_lost", since)
+        job.wait_event("rescale_finished", since)
         job.wait_size(3, since)  # Ray has placed another actor
         since = job.mark()
         stage.cluster.crash(stage.hosts[2])
-        noticed = job.wait_event("host_lost", since)
-        rescaled = job.wait_size(2, since)
-        assert rescaled["mono"] - noticed["mono"] <= 1.0
+        job.wait_event("host_lost", since)
+        job.wait_size(2, since)
         since = job.mark()
         ray_cluster.use(stage.hosts)
         new = {host["host"]: host["new"] for host in ray_cluster.up("--hosts", stage.hosts[3])}

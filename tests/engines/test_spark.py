@@ -20,7 +20,7 @@ from tests.dist.running import RunningJob, Stage
 from tests.paths import ALL, LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 pytest.importorskip("pyspark", reason="Spark is not installed; see make test-engines")
-pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800 if ALL else 600)]
+pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(3600 if ALL else 1800)]
 
 DRIVER = str(ROOT / "tests" / "engines" / "spark_driver.py")
 
@@ -66,8 +66,8 @@ def test_a_lost_executor_is_a_lost_host_and_a_new_worker_joins(
         (executor,) = spark.executors(host)
         executor.send_signal(signal.SIGKILL)
         noticed = job.wait_event("host_lost", since, host=host)
-        rescaled = job.wait_size(2, since)
-        assert rescaled["mono"] - noticed["mono"] <= 1.0
+        rescaled = job.wait_event("rescale_finished", since)
+        assert rescaled["mono"] - noticed["mono"] < 60, "not the time after which Spark notices"
         job.wait_size(3, since)  # Spark starts another executor there
         since = job.mark()
         spark.start_worker(stage.hosts[3])

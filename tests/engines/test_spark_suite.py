@@ -28,7 +28,7 @@ OTHERWISE = {
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="SPARK_CHECKOUT names no checkout of apache/spark")
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_sparks_own_tests_pass_but_for_those_of_its_private_parts() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.spark_suite", CHECKOUT],

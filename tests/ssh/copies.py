@@ -46,7 +46,8 @@ class Bed:
     def argv(self, *arguments: str, hostfile: Path | None = None) -> list[str]:
         program = "from hvd_elastic.cli.cluster.tools import copyclust_main; copyclust_main()"
         hosts = str(hostfile or self.cluster.hostfile)
-        return [sys.executable, "-c", program, hosts, *arguments, "--json"]
+        patient = ("--connect-timeout", "60")  # a busy machine takes long for a login
+        return [sys.executable, "-c", program, hosts, *patient, *arguments, "--json"]
 
     def __call__(self, *arguments: str) -> Outcome:
         done = subprocess.run(

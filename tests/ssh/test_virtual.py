@@ -851,9 +851,13 @@ def test_a_host_that_shuts_itself_down_is_off_and_boots_again(spaces, command):
 @pytest.mark.skipif(shutil.which("shutdown") is None, reason="this machine has no shutdown")
 def test_a_shutdown_may_be_later_and_be_cancelled_and_no_host_reboots(spaces):
     host = spaces.hosts[0]
-    asked = "cat /run/virtclust.shutdown"
-    assert log_in(spaces, host, f"shutdown +5 && sleep 0.5 && {asked} && shutdown -c").stdout
-    assert log_in(spaces, host, f"kill -0 $({asked})").returncode == 1
+    file = "/run/virtclust.shutdown"
+    assert log_in(
+        spaces,
+        host,
+        f"shutdown +5 && until [ -s {file} ]; do sleep 0.1; done && cat {file} && shutdown -c",
+    ).stdout
+    assert log_in(spaces, host, f"kill -0 $(cat {file})").returncode == 1
     for reboot in ("reboot", "shutdown -r now"):
         refused = log_in(spaces, host, reboot)
         assert refused.returncode == 1

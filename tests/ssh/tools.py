@@ -27,6 +27,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
     server.stop()
 
 
+_PATIENT = ("--connect-timeout", "60")
+"""A busy machine takes long for a login; tests of silent hosts give a shorter one after it."""
+
+
 class Tools:
     """Runs the tools as a user does, against eight hosts that are one sshd."""
 
@@ -45,9 +49,9 @@ class Tools:
 
     def argv(self, tool: str, *arguments: str) -> list[str]:
         if tool == "trust":
-            return [sys.executable, "-m", "hvd_elastic.cli.app", "trust", *arguments]
+            return [sys.executable, "-m", "hvd_elastic.cli.app", "trust", *_PATIENT, *arguments]
         program = f"from hvd_elastic.cli.cluster.tools import {tool}_main; {tool}_main()"
-        return [sys.executable, "-c", program, *arguments]
+        return [sys.executable, "-c", program, *_PATIENT, *arguments]
 
     def __call__(
         self, tool: str, *arguments: str, text_in: str = "", **environment: str

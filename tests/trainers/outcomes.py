@@ -19,7 +19,7 @@ from tests.dist.running import RunningJob, Stage
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
 SCRIPTS = ROOT / "tests" / "trainers" / "scripts"
-WAIT_S = 400.0
+WAIT_S = 1000.0
 
 
 def alone(folder: Path, script: Path, *words: str, **environment: str) -> Any:

@@ -23,7 +23,7 @@ from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Model(L.LightningModule):
@@ -132,6 +132,13 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"val_check_interval": 3, "accumulate_grad_batches": 2},
         "after 3 batches would come between the batches of one step. .*, such as 2",
     ),
+    "scheduled group": (
+        lambda: {
+            "val_check_interval": 3,
+            "callbacks": callbacks.GradientAccumulationScheduler({2: 3, 4: 2}),
+        },
+        "after 3 batches would come between the batches of one step. .*, such as 2",
+    ),
     "time": (lambda: {"val_check_interval": "00:00:01:00"}, "as a time: the ranks' clocks differ"),
     "reload": (lambda: {"reload_dataloaders_every_n_epochs": 1}, "so there is one loader"),
     "LBFGS": (lambda: {"model": Model(torch.optim.LBFGS)}, r"closure \(LBFGS\) cannot be used"),
@@ -153,6 +160,10 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"model": Backbone(), "callbacks": callbacks.BackboneFinetuning(2)},
         "callback BaseFinetuning: it gives the optimizer parameters while it trains",
     ),
+    "pruning": (
+        lambda: {"callbacks": callbacks.ModelPruning("l1_unstructured", amount=0.5)},
+        "callback ModelPruning: it changes which parameters",
+    ),
     "late": (
         lambda: {"callbacks": Averaging()},
         r"Averaging\.average, a AveragedModel, is made when training begins",
@@ -164,6 +175,13 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "rest of the epoch": (lambda: {"model": Skipping()}, "has returned -1, to leave out the rest"),
     "adaptive": (
         lambda: {"strategy": {"max_batch_size": 16}, "accumulate_grad_batches": 2},
+        "the batch adapts, and the number of passes of a step with it",
+    ),
+    "adaptive, scheduled": (
+        lambda: {
+            "strategy": {"max_batch_size": 16},
+            "callbacks": callbacks.GradientAccumulationScheduler({1: 2}),
+        },
         "the batch adapts, and the number of passes of a step with it",
     ),
     "adaptive validation": (

@@ -25,7 +25,7 @@ from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 DATA = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(12)]
 

@@ -23,7 +23,7 @@ from tests.trainers.outcomes import (
 )
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.dist
 
 SCRIPT = SCRIPTS / "autoencoder.py"
 PLACES = ("after the step", "validation", "saving", "end of the epoch", "before the step")
@@ -47,7 +47,7 @@ def test_kill_9_in_each_part_changes_nothing(
 
 
 @COSTLY
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5400)
 def test_twenty_changes_at_random_places_change_nothing(
     stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +62,7 @@ def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
     stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCUMULATE", "3")
-    monkeypatch.setenv("SLOW", "0.1")
+    monkeypatch.setenv("SLOW", "1")
     a, b, *_ = stage.hosts
     script = [sys.executable, str(SCRIPT), "FOLDER"]
     job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)
@@ -104,6 +104,20 @@ def test_kill_9_in_a_gan_changes_nothing(
     ]
     assert logged[0][0] == logged[1][0]
     assert len(logged[0]) >= len(logged[1]), "what the first rank 0 has logged is there"
+
+
+@COSTLY
+def test_weights_that_a_validation_exchanges_are_not_trained_on(
+    stage: Stage, start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILLS", json.dumps([["validation", 1, 1]]))
+    monkeypatch.setenv("EXCHANGE", "1")
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(SCRIPT), "FOLDER"])
+    assert job.wait(WAIT_S) != 0, job.story()
+    assert (job.folder / "killed-0").exists(), job.story()
+    assert "had other values than after the last batch" in job.story()
+    assert not (job.folder / "end.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,16 @@ from torch import nn
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
 
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MeanMetric, Metric
 
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.lightning.loop import _metrics
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults, names_code
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.worker import context
+
+CPU = torch.device("cpu")
 
 
 class Ring:
@@ -41,7 +44,8 @@ class Ring:
 @pytest.fixture(autouse=True)
 def ring(monkeypatch: pytest.MonkeyPatch) -> Ring:
     made = Ring()
-    ctx = SimpleNamespace(worker=SimpleNamespace(communicator=made))
+    progress = SimpleNamespace(step=3)
+    ctx = SimpleNamespace(worker=SimpleNamespace(communicator=made, progress=progress))
     monkeypatch.setattr("hvd_elastic.worker.context.current", lambda: ctx)
     return made
 
@@ -68,7 +72,7 @@ class Rank:
     def __init__(self) -> None:
         self.results, self.module = TrainingResults(), nn.Module()
         self.mean = self.module.mean = MeanMetric()
-        self.sums = Sums(self.results, self.module, lambda rows: rows, lambda: False)
+        self.sums = Sums(self.results, {"": self.module}, CPU, lambda rows: rows, lambda: False)
 
     def step(self, *values: float) -> None:
         for value in values:
@@ -115,7 +119,7 @@ def test_what_is_not_logged_in_the_first_step_of_an_epoch_begins_anew() -> None:
     assert rank.means() == 2.0
 
 
-@pytest.mark.parametrize("others", [("loss_b",), ("loss_a", "loss_b")])
+@pytest.mark.parametrize("others", [("loss_b",), ("loss_a", "loss_b"), ()])
 def test_other_names_on_another_rank_are_an_error(others: tuple[str, ...]) -> None:
     one, other = Rank(), Rank()
     for value in (1.0, 2.0):  # the names of the second step are those of the first
@@ -123,6 +127,7 @@ def test_other_names_on_another_rank_are_an_error(others: tuple[str, ...]) -> No
             log(rank.results, "loss_a", value)
         add_up(one, other)
     assert float(one.results["training_step.loss_a"].compute()) == 1.5
+    context.current().worker.progress.step = 4  # a step in which ranks without any take part
     for rank in (one, other):
         rank.results.reset()
     log(one.results, "loss_a", 1.0)
@@ -195,10 +200,103 @@ def test_metrics_that_are_gathered_belong_together() -> None:
         other = own.numpy().tobytes().replace(b"accuracy", b"accurate")
         return torch.cat([own, torch.frombuffer(bytearray(other), dtype=torch.uint8)])
 
-    sums = Sums(TrainingResults(), module, gather, lambda: True)
-    accuracy.update(1.0)
+    sums = Sums(TrainingResults(), {"": module}, CPU, gather, lambda: True)
     with sums.whole():
-        sums._whole = set()
+        accuracy.update(1.0)
         with pytest.raises(ScriptError, match="this one has 'accuracy' where another rank has"):
             accuracy.compute()
     assert len(rows) == 2
+
+
+class Validating(nn.Module):
+    """A module whose metric was updated before training began, as in the sanity check."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.metric = metric
+        metric.update(1.0)
+
+    def sums(self) -> Sums:
+        return Sums(TrainingResults(), {"": self}, CPU, lambda rows: rows, lambda: True)
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_metric_of_a_validation_is_not_of_training(ring: Ring, validates: bool) -> None:
+    """Of a rank that joins it is empty."""
+    module, other = Validating(MeanMetric()), Validating(MeanMetric())
+    root, joined = module.sums(), other.sums()
+    if validates:
+        with root.whole():
+            module.metric.reset()
+            module.metric.update(2.0)
+    snapshot = root.snapshot()
+    joined.load_state_dict(root.state_dict(), unchanged)
+    root.begin_sum()
+    joined.begin_sum()
+    assert not ring.begun
+    root.roll_back(snapshot)
+    root.begin_sum()
+    assert not ring.begun
+    module.metric.reset()
+    module.metric.update(5.0)
+    root.begin_sum()
+    assert ring.begun, "that of training is"
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("metric", [MeanMetric, CatMetric])
+def test_a_metric_that_a_validation_resets_is_joined_over_the_ranks(
+    metric: type[Metric], trained: bool
+) -> None:
+    module = Validating(metric())
+    sums = module.sums()
+    if trained:
+        module.metric.update(7.0)
+    with sums.whole():
+        assert sums._is_gathered(module.metric) is not trained
+        module.metric.reset()
+        module.metric.update(3.0)
+        assert sums._is_gathered(module.metric)
+        module.metric(4.0)
+        assert sums._is_gathered(module.metric)
+    assert not sums._is_gathered(module.metric)
+    assert module.metric.compute().sum() == (3.5 if metric is MeanMetric else 7.0)
+
+
+def test_a_metric_that_continues_in_a_validation_is_of_training(ring: Ring) -> None:
+    module = Validating(MeanMetric())
+    sums = module.sums()
+    module.metric.update(7.0)
+    with sums.whole():
+        module.metric.update(3.0)
+    ring.begun.clear()
+    sums.begin_sum()
+    assert ring.begun
+
+
+def test_a_rank_that_joined_does_not_keep_what_the_others_had(monkeypatch: Any) -> None:
+    """Else it would count twice where the epoch's next part ends."""
+    module, metric = nn.Module(), CatMetric()
+    module.metric = metric
+    sums = Sums(TrainingResults(), {"": module}, CPU, lambda rows: rows, lambda: True)
+    other = {"metric": {"value": [torch.tensor([4.0])]}}
+    monkeypatch.setattr(sums, "_gathered", lambda name, own: [own, other])
+    with sums.whole():
+        assert metric.compute() == 4.0
+    assert not metric._update_count
+    assert not metric.value
+
+
+def test_a_metric_of_a_callback_is_one_of_all_ranks(ring: Ring) -> None:
+    callback, metric = SimpleNamespace(number=1), MeanMetric()
+    callback.mean = metric
+    found = _metrics([SimpleNamespace(), callback])
+    assert found == {"1.SimpleNamespace.mean": metric}
+    sums = Sums(TrainingResults(), {"": nn.Module()} | found, CPU, lambda rows: rows, lambda: True)
+    with sums.whole():
+        metric.update(2.0)
+        assert sums._is_gathered(metric)
+    metric.reset()
+    metric.update(3.0)
+    sums.begin_sum()
+    assert ring.begun

@@ -22,7 +22,7 @@ from tests.dist.running import Stage
 from tests.trainers.outcomes import SCRIPTS, WAIT_S, differences
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.dist
 
 CHECKOUT = os.environ.get("LIGHTNING_CHECKOUT", "")
 OPTIONS = {

@@ -23,7 +23,7 @@ from tests.paths import COSTLY
 from tests.trainers.outcomes import SCRIPTS, WAIT_S, differences
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-trainers")
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.dist
 
 CHECKOUT = os.environ.get("TRANSFORMERS_CHECKOUT", "")
 IMPORT = "from hvd_elastic.transformers import "

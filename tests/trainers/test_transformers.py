@@ -24,7 +24,7 @@ from tests.trainers.outcomes import (
 )
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-trainers")
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.dist
 
 SCRIPT, FEATURES = SCRIPTS / "clm.py", SCRIPTS / "hf_features.py"
 PLACES = ("after the step", "evaluation", "saving", "end of the epoch", "before the step")
@@ -54,7 +54,7 @@ def test_kill_9_in_each_part_changes_nothing(
 
 
 @COSTLY
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5400)
 def test_twenty_changes_at_random_places_change_nothing(
     stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +69,7 @@ def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
     stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCUMULATE", "3")
-    monkeypatch.setenv("SLOW", "0.1")
+    monkeypatch.setenv("SLOW", "1")
     a, b, *_ = stage.hosts
     script = [sys.executable, str(SCRIPT), "FOLDER"]
     job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)

@@ -20,12 +20,12 @@ from PIL import Image
 
 from datasets_prep import imagenet_layout, shapes
 from datasets_prep.imagenet_layout import Settings, prepare, verify
+from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 
 SCRIPT = Path(imagenet_layout.__file__)
 TINY = Settings(classes=2, per_class=4, val_per_class=1, size=32, seed=3)
 OPTIONS = ("--classes", 2, "--per-class", 4, "--size", 32, "--seed", 3)
-START_S = 60.0
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -119,7 +119,7 @@ def started(out: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + LIMIT_S
     while len(list(out.glob("*/*/n*.JPEG"))) < 7:  # all but the three of that piece
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -134,7 +134,7 @@ def test_a_killed_call_leaves_whole_files_and_no_process_and_the_next_goes_on(
     process = started(out)
     process.kill()
     # Ends when the last process that could write to it has ended, the stuck one included.
-    process.communicate(timeout=START_S)
+    process.communicate(timeout=LIMIT_S)
     there = {name: data for name, data in pictures(out).items() if name.endswith(".JPEG")}
     assert len(there) == 7
     assert there.items() < pictures(tiny).items()
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_it_in_a_sentence(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     with (out / "train" / "n00000001" / ".n00000001_1.JPEG.part").open("rb") as pipe:
         assert pipe.read().startswith(b"\xff\xd8"), "the piece in hand is ended first"
-    said, _ = process.communicate(timeout=START_S)
+    said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, said
     assert "the same call goes on where this one stopped" in said
     assert "Traceback" not in said

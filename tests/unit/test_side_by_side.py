@@ -14,11 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests import side_by_side
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 from tests.waiting import until
 
 ROOT = Path(side_by_side.__file__).parents[1]
-DEADLINE_S = 120.0
 Start = Callable[[str], subprocess.Popen[str]]
 BROKEN_OFF = """
 import time
@@ -34,7 +33,7 @@ def hosts(request):
 
 def test(hosts, request):
     request.path.with_suffix(".runs").touch()
-    time.sleep(100)
+    time.sleep(1000)
 """
 
 
@@ -94,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_what_a_process_that_has_died_has_forked_does_not_hold_up_the_others(start: Start) -> None:
     process = start(DIES)
-    said, _ = process.communicate(timeout=DEADLINE_S)
+    said, _ = process.communicate(timeout=LIMIT_S)
     assert re.search("crashed while running.*test_one.py::test_dies", said), said
     assert re.search("= 1 failed, [23] passed", said), said
 
@@ -121,6 +120,6 @@ def test_broken_off_they_tidy_up(
     until(lambda: len([*tmp_path.glob("*.runs")]) == 2, "the tests begin", process=process)
     # As a terminal does it, and as a time limit does.
     (os.killpg if whom == "all" else os.kill)(process.pid, number)
-    said, _ = process.communicate(timeout=DEADLINE_S)
+    said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == status, said
     assert not [*tmp_path.glob("*.up")], said

@@ -23,8 +23,8 @@ main({modules!r}, {program!r})
 _ROOM_FOR_NUMBERS = 16
 """Letters by which the name and the slot of a later worker may be longer than the last one's."""
 _TITLE = "hvd_elastic-template"
-_FORK_LIMIT_S = 2.0
-"""Time limit for a fork, which takes some hundredths of a second; the event loop waits for it."""
+_FORK_LIMIT_S = 10.0
+"""Longest wait for a fork, which takes some hundredths of a second and longer on a busy host."""
 _SHOWN_BYTES = 4096
 _LEAST_LIMIT_S, _LIMIT_FACTOR = 30.0, 3.0
 """A fork may take this long, and this many times as long as a worker that was started directly."""
@@ -94,18 +94,21 @@ class Template:
         except (UnsuitableError, OSError) as error:
             self.give_up(str(error))
 
-    def fork(self, start: WorkerStart, output: int) -> int | None:
+    def fork(self, start: WorkerStart, output: int, failure_timeout_s: float) -> int | None:
         """Fork a worker and return its process id; None: it has to be started directly.
 
         Args:
             output: descriptor for its output, to which is written once why there is no template.
+            failure_timeout_s: time after which the host counts as lost. The event loop, and with it
+                the heartbeats, waits for the fork at most half as long.
         """
+        limit_s = min(_FORK_LIMIT_S, failure_timeout_s / 2)
         process = self._process
         if process is not None and process.is_ready and process.start.is_like(start):
             try:
-                pid = process.fork(start, output)
+                pid = process.fork(start, output, limit_s)
             except TimeoutError:  # a later worker's comes from another one
-                self._replace(f"no fork within {_FORK_LIMIT_S:g} s")
+                self._replace(f"no fork within {limit_s:g} s")
                 pid = None
             if pid is not None:
                 return pid
@@ -200,16 +203,16 @@ class _Process:
             loop.remove_reader(file)
             file.close()
 
-    def fork(self, start: WorkerStart, output: int) -> int | None:
+    def fork(self, start: WorkerStart, output: int, limit_s: float) -> int | None:
         """Fork a worker with this output and return its process id; None: it is not possible.
 
         Raises:
-            TimeoutError: there is none yet, and there will be none.
+            TimeoutError: there is none after ``limit_s``, and there will be none.
         """
         values = "\0".join(start.variables[name] for name in OWN_VARIABLES)
         ours, theirs = socket.socketpair()
         with ours:
-            ours.settimeout(_FORK_LIMIT_S)
+            ours.settimeout(limit_s)
             try:
                 with theirs:
                     socket.send_fds(self._socket, [values.encode()], [output, theirs.fileno()])

@@ -33,7 +33,7 @@ from hvd_elastic.formatting import count
 from hvd_elastic.records.json_lines import Follower
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import resume_words
-from hvd_elastic.run_events import HostDrained, ReadEvent, RunFinished
+from hvd_elastic.run_events import HostDrained, ReadEvent, RunFinished, RunStarted
 
 DRAIN_TIMEOUT_S = 90.0
 """How long to wait for a host to be drained [s]; longer than replacements take to become warm."""
@@ -220,15 +220,21 @@ def _wait_until_drained(
         time.sleep(_POLL_S)
 
 
-def _wait_for_end(folder: RunFolder) -> RunFinished | None:
+def _wait_for_end(folder: RunFolder) -> RunFinished:
     wait_until(
         lambda: not folder.leader_alive(),
         f"run {folder.run_id} is stopping, and may have a large checkpoint to write "
         f"({folder.leader()}). Ctrl-C ends the waiting alone; see: hvd-elastic logs "
         f"{folder.run_id} --leader",
     )
-    ended = [event for event in folder.last_events() if isinstance(event, RunFinished)]
-    return ended[-1] if ended else None
+    ends = (RunFinished, RunStarted)
+    ended = [event for event in folder.last_events(*ends) if isinstance(event, ends)]
+    if ended and isinstance(ended[-1], RunFinished):
+        return ended[-1]
+    raise RunError(
+        f"run {folder.run_id} has not ended cleanly: its leader died; resume with: "
+        f"{folder.resume_command}"
+    )
 
 
 def _answer(as_json: bool, message: str, folder: RunFolder, **more: Any) -> None:

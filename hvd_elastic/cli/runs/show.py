@@ -63,11 +63,11 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     summary.run_id = folder.run_id
     until = None if alive else folder.leaderless_until(summary.ended)
     state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
+    summary.status = state
     if as_json:
         print_json(
             {
                 **summary.as_json(),
-                "status": state,
                 "leader_alive": alive,
                 "leader": folder.leader(),
                 "leaderless_until": until if state == "leaderless" else None,
@@ -188,6 +188,7 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
     events = folder.follow_events(last_bytes=_HISTORY_BYTES)
     output = Follower(folder.output, decode_output, last_bytes=_HISTORY_BYTES)
     ended: RunFinished | None = None
+    follows = ends_now = False
     try:
         with RunView() as view:
             while True:
@@ -196,17 +197,19 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
                 for event in sorted(news, key=attrgetter("t")):
                     match event:
                         case RunFinished():
-                            ended = event
+                            ended, ends_now = event, follows
                         case RunStarted():
-                            ended = None
+                            ended, ends_now = None, False
                     if as_json:
                         print(json.dumps(as_record(event)), flush=True)
                     elif isinstance(event, Output):
                         view.output(event.host, event.local_rank, event.line)
                     else:
                         view.show(event)
-                if ended is not None or not alive:
+                # An end before this may be an earlier one, of a run that is just being resumed.
+                if ends_now or not alive:
                     break
+                follows = True
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:
         print(

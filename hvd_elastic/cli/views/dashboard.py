@@ -30,7 +30,6 @@ from hvd_elastic.records.wording import (
     metric_words,
     outcome_words,
     rescale_words,
-    run_state,
     saved_words,
     skipped_words,
 )
@@ -118,20 +117,20 @@ def top(
         waiting = bool(summary.waiting)
         state = run_state(summary.status, alive=alive, waiting=waiting, until=until)
         shown = Table.grid(padding=(0, 2))
-        rate = summary.last.get("throughput")
+        rate, size = summary.last.get("throughput"), summary.trains_now(state)
         path, resume, now = str(folder.path), folder.resume_command, time.time()
         rows = status_rows(summary, state, until, path, now, resume, submitted=submitted)
         for name, text in rows:
             shown.add_row(name, plain(text))
-            if name == "progress" and rate and summary.size:
-                shown.add_row("speed", f"{rate:,.0f} examples/s on {count(summary.size, 'worker')}")
+            if name == "progress" and rate and size:
+                shown.add_row("speed", f"{rate:,.0f} examples/s on {count(size, 'worker')}")
             done = summary.last.get("done")
-            if name == "progress" and summary.size and isinstance(done, float):
+            if name == "progress" and size and isinstance(done, float):
                 shown.add_row("to go", forecast_words(summary, done, predict_end(summary)))
         busy = Table(box=None, padding=(0, 2, 0, 0))
         for head in ("host", "slots", "step", "CPU", "memory", "sent", "received"):
             busy.add_column(head, justify="left" if head == "host" else "right")
-        for name, cells in host_rows(summary):
+        for name, cells in host_rows(summary, state):
             busy.add_row(*map(plain, (name, *cells)))
         told = Table.grid()
         for line in reversed(latest):  # where the window ends, the oldest are cut off
@@ -264,9 +263,8 @@ def _open(path: Path) -> None:
 
 def _report_rows(summary: RunSummary, audit: AuditResult) -> list[tuple[str, str]]:
     """Return the rows of a report: label and text."""
-    state = run_state(summary.status, alive=True, waiting=bool(summary.waiting))
     rows = [
-        ("run", f"{summary.run_id}: {_outcome(summary, state)}"),
+        ("run", f"{summary.run_id}: {_outcome(summary, summary.status)}"),
         ("took", duration_words(summary.duration_s)),
     ]
     metrics = summary.final_metrics()

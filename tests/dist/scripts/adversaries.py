@@ -40,6 +40,8 @@ models = {"generator": generator, "discriminator": discriminator}
 optimizers = {"optimizer_g": optimizer_g, "optimizer_d": optimizer_d}
 
 
+met = 0
+"""Generation in which this rank trains."""
 together = 0
 kills_before = 0
 """How many of KILLS had happened when the two ranks that train now met: only the next one counts,
@@ -61,13 +63,14 @@ def may_die(place):
 
 @hvd.run
 def train(state):
-    global together, kills_before
+    global met, together, kills_before
     for _ in hvd.epochs(8):
         for real, noise in loader:
             state.bodies += 1
-            together = together + 1 if hvd.size() == 2 else 0
-            if together == 1:
+            if met != context.current().worker.generation:
+                met, together = context.current().worker.generation, 0
                 kills_before = kills_so_far()
+            together += hvd.size() == 2
             for turn in range(2):
                 optimizer_d.zero_grad()
                 fake = generator(noise).detach()

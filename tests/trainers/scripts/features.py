@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import (
+    Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -17,6 +18,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn, utils
+from torchmetrics import MaxMetric
+from torchmetrics.regression import R2Score, SpearmanCorrCoef
 
 from hvd_elastic.lightning import ElasticStrategy
 
@@ -31,6 +34,7 @@ class Model(L.LightningModule):
         norm = nn.BatchNorm1d(16) if FEATURE == "batch_norm" else nn.Identity()
         self.net = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 1))
         self.noticed: list[float] = []
+        self.validated = nn.ModuleDict({"r2": R2Score(), "spearman": SpearmanCorrCoef()})
 
     def step(self, batch):
         inputs, targets = batch
@@ -43,6 +47,17 @@ class Model(L.LightningModule):
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", self.step(batch), prog_bar=True)
+        predicted, targets = self.net(batch[0]).flatten(), batch[1].flatten()
+        for metric in self.validated.values():
+            metric.update(predicted, targets)
+
+    def on_validation_epoch_start(self):
+        for metric in self.validated.values():  # it has values after the sanity check too
+            metric.reset()
+
+    def on_validation_epoch_end(self):
+        for name, metric in self.validated.items():
+            self.log(name, metric.compute())
 
     def test_step(self, batch, batch_idx):
         self.log("test_loss", self.step(batch))
@@ -65,6 +80,20 @@ class Model(L.LightningModule):
         }
 
 
+class Watching(Callback):
+    def __init__(self) -> None:
+        self.largest = MaxMetric()
+
+    def on_validation_start(self, trainer, module):
+        self.largest.reset()
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, *_):
+        self.largest.update(batch[0])
+
+    def on_validation_epoch_end(self, trainer, module):
+        module.log("largest", self.largest.compute())
+
+
 def data(number: int, seed: int) -> utils.data.Dataset:
     random = torch.Generator().manual_seed(seed)
     inputs = torch.randn(number, 8, generator=random)
@@ -73,6 +102,7 @@ def data(number: int, seed: int) -> utils.data.Dataset:
 
 options: dict = {"max_epochs": 4, "precision": "64-true", "logger": False}
 callbacks: list = []
+watching = Watching()
 strategy: dict = {}
 validation: object = utils.data.DataLoader(data(50, 2), batch_size=8)
 match FEATURE:
@@ -118,7 +148,7 @@ trainer = L.Trainer(
     enable_progress_bar=FEATURE == "loggers",
     enable_model_summary=False,
     enable_checkpointing=FEATURE == "checkpoints",
-    callbacks=callbacks,
+    callbacks=[*callbacks, watching],
     **options,
 )
 trainer.fit(model, training, validation)

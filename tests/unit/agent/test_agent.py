@@ -701,7 +701,7 @@ def test_after_the_grace_time_every_worker_of_the_host_gets_to_write(
 def test_a_step_that_hangs_without_a_leader_is_called_off_for_the_checkpoint(
     start_agent: StartAgent, tmp_path: Path
 ) -> None:
-    agent = start_writers(start_agent, "w0", leader_grace_s=0.2, failure_timeout_s=1.0)
+    agent = start_writers(start_agent, "w0", leader_grace_s=0.2, failure_timeout_s=3.0)
     (tmp_path / "stuck").touch()
     lose_leader(agent)
     assert agent.process.wait(TIMEOUT_S) == 0

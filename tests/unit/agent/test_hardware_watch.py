@@ -13,6 +13,7 @@ import pytest
 from hvd_elastic.agent import hardware
 from hvd_elastic.agent.hardware import HardwareWatch
 from hvd_elastic.run_events import Fault
+from tests.paths import LIMIT_S
 from tests.unit.control.test_hardware import FELL, GPU, WELL
 
 
@@ -53,7 +54,7 @@ def test_a_process_watches_until_the_agent_ends(
     warned: list[str] = []
 
     async def watch() -> None:
-        await asyncio.wait_for(HardwareWatch(told.append, warned.append).watch(), 60)
+        await asyncio.wait_for(HardwareWatch(told.append, warned.append).watch(), LIMIT_S)
 
     program.write_text("#!/bin/sh\necho 'NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen'\n")
     program.chmod(0o755)

@@ -20,7 +20,7 @@ from benchmarks.testbed.marks import (
     newcomer_step,
     step_times,
 )
-from tests.paths import WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, WORKER_PYTHONPATH
 
 
 def worker(*times: tuple[float, int], host: str = "a", born: float = 0.0, slot: int = 0) -> Process:
@@ -158,7 +158,7 @@ def test_a_script_runs_as_if_it_were_run_directly(tmp_path: Path):
     for name in ("HVD_ELASTIC_AGENT", "HVD_ELASTIC_LOCAL_RANK", "HOROVOD_LOCAL_RANK"):
         environment.pop(name, None)
     done = subprocess.run(
-        [*command, "--x", "1"], env=environment, capture_output=True, text=True, timeout=180
+        [*command, "--x", "1"], env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     marks = MarkFolder(folder)

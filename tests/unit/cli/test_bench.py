@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.paths import ROOT, WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, ROOT, WORKER_PYTHONPATH
 
 SCRIPT = """
 import time
@@ -46,7 +46,7 @@ def bench(*arguments: str, script: Path) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
 

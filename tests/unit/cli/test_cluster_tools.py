@@ -195,7 +195,7 @@ def test_uninstall_of_this_machine_lists_first_and_keeps_runs(tmp_path: Path) ->
         python = str(tmp_path / "env/bin/python")
         command = [python, "-m", "hvd_elastic.cli.app", "uninstall", *words]
         return subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, **folders}, timeout=100
+            command, capture_output=True, text=True, env={**os.environ, **folders}, timeout=LIMIT_S
         )
 
     wrong = uninstall("--only", "everything")

@@ -168,6 +168,27 @@ def test_list_reads_only_the_end_of_a_long_run(call: Call) -> None:
     assert (row["status"], row["steps"]) == ("running", 4999)
 
 
+def test_list_of_a_run_that_waits_for_long(call: Call) -> None:
+    folder = RunFolder.create("long")
+    with EventLog(folder.events) as log:
+        write(log, "run_started", {"run_id": "long"})
+        write(log, "metrics", {"step": 500, "throughput": 812.0, "size": 2})
+        write(log, "waiting", {"reason": "waiting for host n2"})
+        for _ in range(450):  # samples of hosts alone are more than is read at first
+            write(log, "host_sample", {"host": "n1" + 600 * "x"})
+    with folder.take_lead():
+        row = call("list", "--json").json[0]
+    assert (row["status"], row["steps"], row["throughput"]) == ("waiting", 500, None)
+
+
+def test_status_of_a_run_that_died_while_it_trained(call: Call) -> None:
+    sample_folder(runs_folder(), status="running")
+    assert call("status", "--json").json["size"] == 0
+    told = call("status").out
+    assert "status       died" in told
+    assert "worker" not in next(line for line in told.splitlines() if line.startswith("progress"))
+
+
 def test_logs(call: Call, run: RunFolder) -> None:
     run.log_path("node1", 0).write_text("first\n10%\r50%\r100%\nlast without end")
     run.log_path("node10.example.org", 1).write_bytes(b"\xff broken\n" * 3)
@@ -248,6 +269,22 @@ def test_attach_ends_as_the_run_does(status: str, code: int) -> None:
     assert (process.returncode, err) == (code, "")
 
 
+def test_attach_to_a_run_that_is_being_resumed() -> None:
+    folder = RunFolder.create("live")
+    with leader(folder) as log:
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 2]]})
+        write(log, "run_finished", {"status": "stopped", "steps": 3})
+        process = started("attach", "live")
+        assert process.stdout is not None
+        while "run stopped after 3 steps" not in (line := process.stdout.readline()):
+            assert line
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 2]]})
+        write(log, "run_finished", {"status": "succeeded", "steps": 9})
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert "run succeeded after 9 steps" in out
+    assert (process.returncode, err) == (0, "")
+
+
 def test_attach_to_a_run_whose_leader_died(call: Call) -> None:
     sample_folder(runs_folder(), status="running")
     done = call("attach")
@@ -294,6 +331,18 @@ def test_stop_waits_for_the_end(call: Call) -> None:
             ),
         ],
     )
+
+
+def test_stop_of_a_resumed_run_whose_leader_dies_meanwhile(call: Call) -> None:
+    folder = RunFolder.create("live")
+    with leader(folder, lambda *_: True) as log:
+        write(log, "run_started", {"run_id": "live"})
+        write(log, "run_finished", {"status": "stopped", "steps": 100})
+        write(log, "run_started", {"run_id": "live"})
+        write(log, "metrics", {"step": 150})
+        done = call("stop", "live")
+    assert (done.status, done.out) == (1, "")
+    assert "its leader died; resume with: hvd-elastic run --resume live" in done.err
 
 
 def test_stop_without_waiting(call: Call) -> None:

@@ -70,10 +70,10 @@ communicator.stop()
 def test_a_rank_may_be_late_by_more_than_the_time_limit_of_gloo(
     stores: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "5")
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "15")
     body = """
 if rank == 2:
-    time.sleep(6)
+    time.sleep(16)
 said.append(error_of("late"))
 communicator.stop()
 """
@@ -83,7 +83,7 @@ communicator.stop()
 def test_a_frozen_rank_is_not_waited_for_without_end(
     stores: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "5")
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "15")
     body = """
 import signal
 frozen = communicator.gather(np.array([os.getpid()]), "processes").tolist()[2]

@@ -30,10 +30,10 @@ from benchmarks.testbed.file_server import CUT, FileServer
 from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.errors import DataError
+from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.waiting import until
 
-START_S = 60.0
 RED, BLUE = (200, 30, 20), (20, 30, 200)
 
 
@@ -400,7 +400,7 @@ def test_a_killed_call_goes_on_and_gives_the_same(
     with held(birds / "tit" / "tit5.jpg"):
         process = started(birds, out)
         process.kill()
-        process.communicate(timeout=START_S)  # ends when the last process has ended
+        process.communicate(timeout=LIMIT_S)  # ends when the last process has ended
     with (out / ".prepared.jsonl").open("a") as journal:
         journal.write('{"number": 1, "sha')  # killed in the middle of a line
     assert len(list(out.glob("*.tar"))) == 11
@@ -424,7 +424,7 @@ def test_ctrl_c_ends_it_in_a_sentence(birds: Path, tmp_path: Path) -> None:
     with held(birds / "tit" / "tit5.jpg"):
         process = started(birds, tmp_path / "out")
         os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=START_S)
+    said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, said
     assert "interrupted; the same call goes on where this one stopped" in said
     assert "Traceback" not in said
@@ -688,7 +688,7 @@ def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
         process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)
         until(lambda: len([*out.glob("*.tar")]) >= 11, process=process)
         process.kill()
-        process.communicate(timeout=START_S)
+        process.communicate(timeout=LIMIT_S)
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert call(monkeypatch, image_folder, *words, *given) == 0
     assert times.items() <= {path.name: path.stat().st_mtime_ns for path in sent.iterdir()}.items()

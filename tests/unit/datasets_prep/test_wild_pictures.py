@@ -76,7 +76,6 @@ def difference(one: Any, other: Any) -> int:
 
 
 @COSTLY
-@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore")
 def test_wild_images_are_equal_to_pillows_reference_or_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -923,3 +923,50 @@ def test_a_user_who_changes_jobs_again_and_again_waits(monkeypatch: pytest.Monke
 
         as_other(place, submit_often)
         daemon.down(leave_jobs=True)
+
+
+def test_a_run_that_ends_without_a_daemon_has_ended_then(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until(lambda: leads(daemon, number))
+    daemon.down(leave_jobs=True)
+    job = daemon.job(number)
+    run = RunFolder.open(job.run_id)
+    run.send_request("stop")
+    daemon.until(lambda: not run.leader_alive())
+    end = [*iter_records(run.events)][-1]
+    assert end["kind"] == "run_finished"
+    # It had less time than its limit, which has passed by now.
+    limit_s = end["t"] - (job.started_at or 0.0) + 0.1
+    store = JobStore.create(place.database)
+    store.save([replace(job, request=replace(job.request, time_limit_s=limit_s))])
+    store.close()
+    daemon.until(lambda: time.time() > end["t"] + 0.2)
+    daemon = Running(place, hosts(place))
+    daemon.until(lambda: not daemon.job(number).status.active)
+    ended = daemon.job(number)
+    assert (ended.status, ended.message) == (
+        JobStatus.CANCELLED,
+        "its run was stopped by its user",
+    )
+    assert ended.ended_at == end["t"]
+    (told,) = [each for each in iter_records(place.events) if each["kind"] == "job_finished"]
+    assert told["ended"] == end["t"] < told["t"]
+    daemon.down(leave_jobs=True)
+
+
+def test_a_run_whose_leader_dies_without_a_daemon_has_run_until_then(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until(lambda: leads(daemon, number))
+    job = daemon.job(number)
+    run = RunFolder.open(job.run_id)
+    daemon.until(lambda: [*iter_records(run.events)])
+    daemon.down(leave_jobs=True)
+    (began,) = iter_records(run.events)
+    os.kill(run.leader()["pid"], signal.SIGKILL)
+    daemon.until(lambda: not run.leader_alive())
+    daemon = Running(place, hosts(place))
+    daemon.until(lambda: daemon.job(number).attempts == 2)
+    assert daemon.job(number).ran_s == began["t"] - (job.started_at or 0.0)
+    daemon.down(leave_jobs=False)

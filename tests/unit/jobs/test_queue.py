@@ -404,3 +404,20 @@ def test_users_are_told_of_a_job_that_is_held_for_long_and_of_its_lost_host(
     queue.cancel([1, 3], "ann")
     assert [(number, kind) for number, kind, *_ in told[2:]] == [(1, "job_finished")]
     assert told[2][3] == {"A": "1"}, "though it is removed with the end of the job"
+
+
+def test_a_run_that_ended_before_it_was_looked_at_ended_then(
+    made: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: now)
+    requests = [JobRequest("train", SPEC, time_limit_s=100.0)] * 2
+    first, second = (made.queue.started(job, {"a": 1}) for job in made.queue.add_jobs(requests, {}))
+    now += 5000  # nobody looks
+    assert made.queue.limit_time(first, 100.0, ended_at=1095.0).stop is None
+    assert "time_limit_near" not in [kind for kind, _ in made.events]
+    assert made.queue.limit_time(first, 100.0, ended_at=1101.0).stop is StopReason.TIME_LIMIT
+    ended = made.queue.ended(first, JobStatus.SUCCEEDED, "", 1095.0)
+    assert (ended.ended_at, made.events[-1][1]["ended"]) == (1095.0, 1095.0)
+    waits = made.queue.put_back(second, "failed", failed=True, at=1095.0)
+    assert (waits.ran_s, made.events[-1][1]["ended"]) == (95.0, 1095.0)

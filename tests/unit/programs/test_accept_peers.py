@@ -108,8 +108,12 @@ def test_the_oldest_of_too_many_strangers_makes_room(address: tuple[str, int]) -
         stranger.close()
 
 
-def test_many_peers_that_come_at_the_same_moment_are_all_let_in(address: tuple[str, int]) -> None:
+def test_many_peers_that_come_at_the_same_moment_are_all_let_in(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """None is ended for another's sake."""
+    for name in ("GRACE_S", "LIMIT_S"):
+        monkeypatch.setattr(module, name, TIMEOUT_S)
     with ThreadPoolExecutor(40) as pool:
         assert all(pool.map(is_let_in, [address] * 200))
 

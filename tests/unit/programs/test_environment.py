@@ -29,6 +29,7 @@ from hvd_elastic.programs.environment import (
 )
 from tests import other_user
 from tests.other_user import open_folder as open_folder
+from tests.paths import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def test_hosts_that_share_the_folder_switch_at_once(
     both = threading.Barrier(2)
 
     def in_use(_: str) -> str:
-        both.wait(60.0)
+        both.wait(LIMIT_S)
         return ""
 
     monkeypatch.setattr(module, "in_use", in_use)

@@ -27,7 +27,7 @@ TIMEOUT_S = 60
 def supervise(body: str, timeout_s: float = TIMEOUT_S) -> str:
     """Run ``body`` in a process that adopts orphans; a test must not become one itself."""
     program = (
-        "import os, signal, subprocess, sys, time\n"
+        "import os, signal, subprocess, sys, time, types\n"
         "import psutil\n"
         "from hvd_elastic.programs.hold_command import become_subreaper\n"
         "from hvd_elastic.programs.processes import *\n"
@@ -38,6 +38,15 @@ def supervise(body: str, timeout_s: float = TIMEOUT_S) -> str:
         "                               env={**os.environ, **env}, start_new_session=True)\n"
         "    os.close(write)\n"
         "    return started, os.fdopen(read)\n"
+        "def count_time_without(process):\n"
+        "    'No time passes for end_processes() before the process, however slow, has ended.'\n"
+        "    from hvd_elastic.programs import processes\n"
+        "    last = [0.0]\n"
+        "    def now():\n"
+        "        if process.poll() is None: last[0] = time.monotonic()\n"
+        "        return time.monotonic() - last[0]\n"
+        "    processes.time = types.SimpleNamespace(monotonic=now, sleep=time.sleep)\n"
+        "    return processes, now\n"
     ) + textwrap.dedent(body)
     root = str(Path(__file__).resolve().parents[3])
     done = subprocess.run(
@@ -85,6 +94,7 @@ def test_who_does_not_hear_term_is_killed_and_the_stopped_are_woken() -> None:
         two, second = start(tidy)
         first.readline(), second.readline()
         two.send_signal(signal.SIGSTOP)
+        count_time_without(two)
         ended = end_processes(descendants, 2)
         print(sorted(ended.values()), descendants(), second.readline().strip())
         """
@@ -96,21 +106,19 @@ def test_a_pause_of_the_machine_is_no_time_to_end_in() -> None:
     """An hour passes after TERM: who needs a moment for it is not killed, and who is deaf is."""
     said = supervise(
         """
-        from types import SimpleNamespace
-        from hvd_elastic.programs import processes
         begins = "import os, signal, sys, time; signal.signal(15, "
         ends = "); print(1, flush=True); time.sleep(1000)"
         slow = begins + "lambda *_: (time.sleep(0.5), os.write(1, b'bye'), sys.exit())" + ends
         one, first = start(begins + "1" + ends)
         two, second = start(slow)
         first.readline(), second.readline()
+        processes, now = count_time_without(two)
         paused, plain = [], send
         def send_and_pause(process, number):
             plain(process, number)
             if number == signal.SIGCONT: paused.append(3600.0)
         processes.send = send_and_pause
-        now = lambda: time.monotonic() + sum(paused)
-        processes.time = SimpleNamespace(monotonic=now, sleep=time.sleep)
+        processes.time.monotonic = lambda: now() + sum(paused)
         ended = end_processes(descendants, 4)
         print(sorted(ended.values()), descendants(), second.readline().strip())
         """

@@ -79,3 +79,42 @@ def test_json_has_the_times_of_jobs_that_go_on() -> None:
     found = summarize_cluster(events(), "gpus").as_json()
     assert found["jobs"][0]["run_s"] == pytest.approx(20.0)
     assert found["decisions"][0]["reason"] == "all alone"
+
+
+HELD: list[dict[str, Any]] = [
+    {"t": 1000.0, "kind": "cluster_hosts", "hosts": {"a": 2}},
+    {"t": 1000.0, "kind": "job_submitted", "job": 1, "name": "one", "min_np": 1},
+    {"t": 1000.0, "kind": "jobs_decided", "allocations": {"1": {"a": 2}}, "reasons": {}},
+    {"t": 1000.0, "kind": "job_started", "job": 1, "run_id": "one-1"},
+]
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("job_finished", {"status": "succeeded", "message": ""}), ("job_requeued", {"reason": "x"})],
+)
+def test_a_job_that_ended_while_no_daemon_was_there_ended_then(
+    kind: str, fields: dict[str, Any]
+) -> None:
+    end = {"t": 1000.0 + 61 * HOUR, "kind": kind, "job": 1, "ended": 1000.0 + 2 * HOUR, **fields}
+    cluster = summarize_cluster([*HELD, end])
+    job = cluster.jobs["1"]
+    assert (job.run_s, job.slot_s) == (2 * HOUR, 4 * HOUR)
+    assert job.ended_s == (2 * HOUR if kind == "job_finished" else None)
+    assert cluster.holds == [Hold("1", "a", 2, 0.0, 2 * HOUR)]
+    assert cluster.waiting[-1] == ((0.0, 0) if kind == "job_finished" else (61 * HOUR, 1))
+
+
+def test_no_time_is_negative_after_the_clock_was_set_back() -> None:
+    end = {"kind": "job_finished", "job": 1, "status": "succeeded", "message": ""}
+    for ended in ({}, {"ended": 1000.0 - HOUR}):
+        cluster = summarize_cluster(
+            [
+                *HELD[:2],
+                *({**each, "t": 1000.0 + HOUR} for each in HELD[2:]),
+                {**end, "t": 1000.0, **ended},
+            ]
+        )
+        job = cluster.jobs["1"]
+        assert (job.run_s, job.slot_s, job.ended_s) == (0.0, 0.0, HOUR)

@@ -286,3 +286,26 @@ def test_a_plain_command_runs_as_soon_as_its_process_does() -> None:
     ]
     summary = summarized(told)
     assert (summary.plain, summary.waiting, summary.size) == (True, "", 1)
+
+
+def test_hosts_of_a_large_run_that_sample_less_often_are_present() -> None:
+    hosts = [f"n{number}" for number in range(400)]
+    samples = [
+        {"t": 2.0 + at + number / 4, "kind": "host_sample", "host": host}
+        for at in (0, 100, 200)
+        for number, host in enumerate(hosts)
+    ]
+    run = summarized(
+        [
+            {"t": 0.0, "kind": "run_started", "hosts": [[host, 1] for host in hosts]},
+            {"t": 1.0, "kind": "rescale_finished", "generation": 1, "size": 400},
+            *samples[:-1],  # the last host is just about to send its next one
+        ]
+    )
+    assert list(run.present_use("running")) == hosts
+
+
+def test_after_a_resume_the_earlier_reason_to_wait_is_gone() -> None:
+    waits = {"t": 1.0, "kind": "waiting", "reason": "waiting for host n2"}
+    run = summarized([{"t": 0.0, "kind": "run_started"}, waits, {"t": 9.0, "kind": "run_started"}])
+    assert run.waiting == ""

@@ -265,7 +265,7 @@ def test_hosts_of_a_run_that_waits_or_is_over_are_not_said_to_be_in_use() -> Non
     leaves = event(61, "host_draining", host="a", cause="a test", leave_in_s=5.0)
     waits = [*TRAINS, leaves, event(66, "waiting", reason="waiting for hosts")]
     rows = dict(status_rows(summarized(waits), "waiting", None, "", NOW))
-    assert rows["progress"] == "step 120 · epoch 3 · loss 0.41 · 812 examples/s"
+    assert rows["progress"] == "step 120 · epoch 3 · loss 0.41"
     assert rows["draining"] == "a: being left, overdue (a test)"
     over = summarized([*waits, ended("stopped", "stop command")])
     assert "draining" not in dict(status_rows(over, "stopped", None, "", NOW))

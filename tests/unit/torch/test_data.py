@@ -44,7 +44,7 @@ from hvd_elastic.worker.progress import Progress
 from hvd_elastic.worker.script_data import ScriptData
 from hvd_elastic.worker.step import Pass, Step
 from hvd_elastic.worker.worker import DataSets
-from tests.paths import WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, WORKER_PYTHONPATH
 
 
 class Numbers:
@@ -939,6 +939,7 @@ def test_reading_processes_do_not_hold_the_ranks_connections() -> None:
 
 RANK = """
 import os, sys, time
+import torch.utils.data._utils.worker
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.worker.planning.planner import Planner
@@ -949,6 +950,8 @@ class Telling(Numbers):
         os.write(int(sys.argv[1]), b"%d\\n" % os.getpid())
         return super().__getitem__(index)
 
+# PyTorch's own watch of the parent, every 5 s, is not what ends the reading process.
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 600
 loader = DataLoader(Telling(10 ** 6), 1, num_workers=1, context=fake())
 batches = iter(loader)
 next(batches)
@@ -980,11 +983,10 @@ def test_reading_processes_die_with_their_rank() -> None:
         rank.wait()
         assert len(readers) == 1
         assert rank.pid not in readers
-        # The pipe ends when the last process that holds it has. PyTorch's own watch takes up to
-        # 5 s, so much less says that the kernel did it.
+        # The pipe ends when the last process that holds it has: the kernel ends it.
         os.set_blocking(reader, False)
         ended = False
-        while not ended and select.select([reader], [], [], 3)[0]:
+        while not ended and select.select([reader], [], [], LIMIT_S)[0]:
             ended = os.read(reader, 65536) == b""
         assert ended
 

@@ -17,6 +17,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.finite_check import ForwardWatch, GradientCheck
+from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.step import Pass
@@ -370,3 +371,13 @@ def test_a_step_is_repeated_once_to_find_the_layer(
     assert "not all parameters' gradients; the inputs of 'model.second'" in caplog.text
     assert alone.worker.progress.skipped == 1
     assert all(each.isfinite().all() for each in model.parameters())
+
+
+def test_a_failure_in_the_repetition_ends_the_look_at_its_layers(alone: Context) -> None:
+    model, optimizer = made()
+    averager = averager_of(optimizer)
+    assert averager is not None
+    averager._watch = ForwardWatch({"model": model})
+    averager.reset()
+    assert not any(layer._forward_hooks for layer in model.modules())
+    take_step(alone, model, optimizer)

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from hvd_elastic.views.cluster_page import (
     LiveClusters,
     job_color,
     render_cluster,
+    slots_picture,
     write_cluster_report,
 )
 from hvd_elastic.views.server import Dashboard
@@ -144,3 +146,36 @@ def test_a_job_that_runs_is_shown_whatever_came_later_and_the_newest_decision_fi
     assert page.count('<span class="pill bad">failed') == 199, "as in the table of runs"
     decisions = page.partition("<h2>Decisions")[2]
     assert decisions.index("decision 2") < decisions.index("decision 1")
+
+
+def test_a_job_that_still_runs_is_drawn_however_many_began_after_it() -> None:
+    def submitted(number: int) -> dict[str, Any]:
+        return {"t": 0.0, "kind": "job_submitted", "job": number, "name": f"j{number}"}
+
+    def decided(at_s: float, held: dict[str, dict[str, int]]) -> dict[str, Any]:
+        return {"t": at_s, "kind": "jobs_decided", "allocations": held, "reasons": {}}
+
+    told = [{"t": 0.0, "kind": "cluster_hosts", "hosts": {"a": 8, "b": 2}}]
+    told += [submitted(number) for number in range(11)]
+    told += [decided(10.0 * n, {"0": {"a": 8}, f"{n}": {"b": 1}}) for n in range(1, 11)]
+    told.append(decided(110.0, {"0": {"a": 8}}))
+    picture = slots_picture(summarize_cluster(told), 110.0, most_bars=5)
+    assert "<title>j0: 8 slots on a for 1 m 40 s</title>" in picture
+    assert "<title>j5:" not in picture
+    assert "<title>j6: 1 slot on b" in picture
+    assert " 90 % of the slots were in use" in picture
+
+
+def test_hosts_count_while_they_are_there() -> None:
+    told = [
+        {"t": 0.0, "kind": "cluster_hosts", "hosts": {"h1": 8}},
+        {"t": 0.0, "kind": "job_submitted", "job": 1, "name": "one"},
+        {"t": 0.0, "kind": "jobs_decided", "allocations": {"1": {"h1": 8}}},
+        {"t": 100.0, "kind": "cluster_hosts", "hosts": {"h2": 8}},
+        {"t": 100.0, "kind": "jobs_decided", "allocations": {"1": {"h2": 8}}},
+    ]
+    full = slots_picture(summarize_cluster(told), 200.0)
+    assert " 100 % of the slots were in use" in full
+    told[3]["hosts"] = {"h2": 8, "idle": 8}
+    told.append({"t": 150.0, "kind": "cluster_hosts", "hosts": {"h2": 8}})
+    assert " 80 % of the slots were in use" in slots_picture(summarize_cluster(told), 200.0)

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.replay import Replay
+from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.summary import RunSummary, summarize
+from hvd_elastic.records.wording import READING, status_rows
 from hvd_elastic.run_events import HostSample
-from hvd_elastic.views.allocation import hosts_section
+from hvd_elastic.views.allocation import host_rows, hosts_section
 from hvd_elastic.views.costs import cost_so_far, forecast_words, predict_end, time_section
 from hvd_elastic.views.prometheus import prometheus_text
+from hvd_elastic.views.report import render_report
 from tests.checked_events import check_event
 from tests.unit.records.made_events import summarized
 
@@ -194,3 +197,40 @@ def test_hosts_cost_nothing_between_the_end_of_a_run_and_its_resume(stopped: boo
     assert (between.seconds, between.slot_s) == pytest.approx((100_000.0 - 56.0, 0.0))
     # Hosts are paid for from the beginning of a rescale.
     assert cost_so_far(summary) == pytest.approx(2 * 51 * 0.001)
+
+
+TRAINED: list[dict[str, Any]] = [
+    {"t": 0.0, "kind": "run_started", "run_id": "a", "hosts": [["a", 1], ["b", 1]]},
+    {"t": 1.0, "kind": "rescale_started", "generation": 1, "from_size": 0, "to_size": 2,
+     "hosts": ["a", "b"], "slots": [1, 1]},
+    {"t": 2.0, "kind": "rescale_finished", "generation": 1, "size": 2},
+    {"t": 3.0, "kind": "metrics", "step": 5, "throughput": 812.4, "done": 0.5},
+    {"t": 3.0, "kind": "host_sample", "host": "a", "cpu": 0.5},
+    {"t": 4.0, "kind": "host_lost", "host": "b", "cause": "no answer"},
+    {"t": 5.0, "kind": "waiting", "reason": "waiting for host b"},
+]  # fmt: skip
+"""A run that trained on two hosts, lost one, and waits."""
+
+
+@pytest.mark.parametrize("state", ["waiting", "died"])
+def test_a_run_that_waits_or_has_died_is_not_shown_as_training(state: str) -> None:
+    run = summarized(TRAINED)
+    text = prometheus_text([(run, state)])
+    assert 'hvd_elastic_slots{run="a"} 0\n' in text
+    assert 'hvd_elastic_steps_total{run="a"} 5\n' in text
+    assert "throughput" not in text
+    assert "host_cpu" not in text
+    assert dict(status_rows(run, state, None, "", 9.0))["progress"] == "step 5 · epoch 0"
+    assert host_rows(run, state) == []
+    run.status = state
+    assert run.as_json()["size"] == 0
+    html = render_report(run, check_audit(()))
+    assert ">trains<" not in html
+    assert ('class="state bad">lost<' in html) == (state == "waiting")
+
+
+def test_figures_of_a_run_whose_events_are_still_being_read_are_not_told() -> None:
+    told = prometheus_text([(summarized(TRAINED), READING)])
+    assert [line for line in told.splitlines() if not line.startswith("#")] == [
+        'hvd_elastic_run_info{run="a",state="reading"} 1'
+    ]

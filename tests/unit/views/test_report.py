@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
+from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.run_row import run_row
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.run_events import Metrics
-from hvd_elastic.views import page
+from hvd_elastic.views import live_run, page
 from hvd_elastic.views.comparison import write_comparison
 from hvd_elastic.views.live_run import LiveRun
 from hvd_elastic.views.page import MAX_POINTS, downsample, summarize_for_plots
 from hvd_elastic.views.report import render_report, write_report
-from tests.unit.records.made_events import summarized, whole
+from tests.unit.records.made_events import summarized, whole, write
 from tests.unit.records.sample_run import sample_events, sample_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -91,6 +92,51 @@ def test_a_live_run_that_was_just_read_and_has_ended_has_not_died(tmp_path: Path
     live.read()
     run.events.write_bytes(whole)
     assert live.state() == "succeeded"
+
+
+def test_another_run_with_the_id_of_a_removed_one_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_run, "_FRESH_S", 0.0)
+    live = LiveRun(sample_folder(tmp_path))
+    assert live.render()["live"].startswith("succeeded")
+    shutil.rmtree(live.folder.path)
+    other = sample_folder(tmp_path, epochs=20, status="running")
+    with other.take_lead():
+        found = live.render()
+        assert found["live"].startswith("running")
+        assert live.read().steps == 460
+        assert found["html"] == LiveRun(other).render()["html"]
+
+
+def test_the_audit_of_a_live_page_is_that_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_run, "_FRESH_S", 0.0)
+    run = sample_folder(tmp_path)
+    audit = run.audit.read_text().splitlines(keepends=True)
+    events = run.events.read_text().splitlines(keepends=True)
+    live = LiveRun(run)
+
+    def shown() -> str:
+        sentence = write_report(run).audit.sentence()
+        html = live.render()["html"]
+        assert sentence in html["audit"]
+        return sentence
+
+    # It is stopped within its last epoch, resumed, and succeeds.
+    stopped = json.dumps({**json.loads(events[-1]), "status": "stopped", "epochs": 11})
+    run.audit.write_text("".join(audit[:-20]))
+    run.events.write_text("".join([*events[:-1], stopped, "\n"]))
+    assert "in each of 12 epochs" not in shown()
+    run.audit.write_text("".join(audit))
+    with run.events.open("a") as file:
+        file.write(events[0] + events[-1])
+    assert shown() == "each of 1437 examples (by index) used exactly once in each of 12 epochs"
+    # The records of its last step are lost.
+    last = [line for line in audit if json.loads(line).get("step") != 276]
+    run.audit.write_text("".join(last))
+    assert "of 1 step not recorded" in shown()
 
 
 def test_a_batch_that_adapts_has_a_panel_and_tiles_that_mean_something() -> None:
@@ -241,6 +287,19 @@ def test_runs_are_compared_in_one_page(tmp_path: Path) -> None:
         assert len(chart["x"]) == len(chart["y"]) == len(other["y"])
         assert other["y"] == chart["y"]  # the runs have equal events
     assert '<span class="key-loss">second</span>' in page
+
+
+def test_a_run_that_trains_on_without_a_leader_has_not_died(tmp_path: Path) -> None:
+    run = RunFolder.create("a", {"leader_grace_s": 3600.0}, root=tmp_path)
+    with EventLog(run.events) as log:
+        write(log, "run_started", {"run_id": "a"})
+    (found,) = write_comparison([run], tmp_path / "c.html")
+    assert found.status == write_report(run).summary.status == "leaderless"
+    with EventLog(run.events) as log:
+        write(log, "waiting", {"reason": "waiting for host n2"})
+    with run.take_lead():
+        (found,) = write_comparison([run], tmp_path / "c.html")
+        assert found.status == write_report(run).summary.status == "waiting"
 
 
 def test_a_run_without_events_is_not_compared(tmp_path: Path) -> None:

@@ -344,6 +344,29 @@ def test_what_another_library_does_after_the_loop_counts_once(
     assert meter.values == [1.0]
 
 
+@pytest.mark.parametrize("change", ["exchanged", "put back", "in a script"])
+def test_weights_that_are_exchanged_for_a_validation_do_not_stay(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    training = Training(monkeypatch)
+    rollback, worker = training.context.rollback, training.context.worker
+    hvd.State(model=training.model, optimizer=training.optimizer)
+    worker.in_train = True
+    worker.progress = Progress(step=4, position=8, examples=8)
+    rollback.loop_ended()
+    if change != "in a script":  # which may clamp weights, and puts back what it exchanges
+        rollback.library_follows()
+    weights = training.model.weight.data
+    own = weights.clone()
+    weights.add_(1.0)
+    if change == "exchanged":
+        with pytest.raises(ScriptError, match="while 'weight' had other values than after"):
+            rollback.fail()
+    elif change == "put back":
+        weights.copy_(own)
+    rollback.fail()  # also while the state of another rank is received
+
+
 def test_what_an_interrupted_body_leaves_in_lists_of_modules_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,11 +30,9 @@ from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.transfer import send_file
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.records.run_folder import RunFolder
-from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
 from tests.tensorboard_files import read_scalars
 from tests.waiting import until
-
-LONG_S = 60.0
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -286,7 +284,7 @@ def test_a_driver_that_is_terminated_leaves_no_files(tmp_path: Path) -> None:
         assert driver.stdout.readline() == "trains\n"
         driver.terminate()
         driver.stdout.read()  # ends with the last process of the run
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + LIMIT_S
     while [*tmp_path.iterdir()] and time.monotonic() < deadline:
         time.sleep(0.05)  # the host's process has lost its parent, and ends
     assert [*tmp_path.iterdir()] == []
@@ -388,21 +386,21 @@ def test_a_drained_host_that_dialled_in_is_told_to_end_at_once(tmp_path: Path, m
 
         def drain() -> None:
             folder = RunFolder.open("drained")
-            while not folder.events.exists() or "worker_joined" not in folder.events.read_text():
-                time.sleep(0.05)
-            folder.ask_leader("drain", {"host": "b"})
-            deadline = time.monotonic() + LONG_S
-            while not drained.ended and time.monotonic() < deadline:
-                time.sleep(0.05)
-            meanwhile.append(drained.ended and not kept.ended)
-            ended.touch()
+            joined = lambda: "worker_joined" in folder.events.read_text()  # noqa: E731
+            try:
+                until(lambda: folder.events.exists() and joined())
+                folder.ask_leader("drain", {"host": "b"}, timeout_s=LIMIT_S)
+                until(lambda: drained.ended)
+                meanwhile.append(not kept.ended)
+            finally:
+                ended.touch()
 
         thread = threading.Thread(target=drain)
         thread.start()
         try:
             yield lambda: None
         finally:
-            thread.join(LONG_S)
+            thread.join()
             kept.close()
             drained.close()
 

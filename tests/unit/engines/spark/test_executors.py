@@ -16,8 +16,7 @@ from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.spark import executors
 from hvd_elastic.engines.spark.executors import Executors, Request
 from hvd_elastic.errors import RunError
-
-LONG_S = 30.0
+from tests.paths import LIMIT_S
 
 
 class Session:
@@ -39,7 +38,7 @@ class Session:
     def collect(self) -> None:
         if self._error:
             raise ValueError(self._error)
-        self.cancelled.wait(LONG_S)
+        self.cancelled.wait(LIMIT_S)
 
     def addJobTag(self, *_: str) -> None: ...
 
@@ -90,7 +89,7 @@ def quick(monkeypatch) -> None:
 
 
 def fails(check: Any) -> RunError:
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         try:
             check()
@@ -131,7 +130,7 @@ def test_no_other_host_takes_the_place_of_one_that_the_run_has_left(hosts):
 
     def collect() -> None:
         begun.append(1)
-        ends.acquire(timeout=LONG_S)
+        ends.acquire(timeout=LIMIT_S)
 
     session.collect = collect  # type: ignore[method-assign]
     jobs = Executors(session, hosts, Request(2, 1, 1, use_gpu=False))
@@ -142,7 +141,7 @@ def test_no_other_host_takes_the_place_of_one_that_the_run_has_left(hosts):
         left.wait()
         assert [each.host.name for each in hosts.hosts] == ["b"]
         ends.release()
-        deadline = time.monotonic() + LONG_S
+        deadline = time.monotonic() + LIMIT_S
         while all(thread.is_alive() for thread in jobs._threads) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert [thread.is_alive() for thread in jobs._threads].count(True) == 1
