@@ -45,7 +45,8 @@ class TrialProgress:
         self._measured = Measured()
         self._follower = RunFolder(runs_folder() / run_id).follow_events()
         self._repeated = 0.0
-        """Useful examples that were trained again, since the run went back to a checkpoint."""
+        """Useful examples after the checkpoint to which the run went back; 0 once it reports again:
+        then they no longer count as measured."""
         self._passed: list[tuple[float, float]] = [(0.0, 0.0)]
         """Examples with the useful ones among them."""
         self._recent: deque[tuple[float, float]] = deque()
@@ -103,6 +104,7 @@ class TrialProgress:
         return (done - before) / (at - began) if at > began else math.nan
 
     def _take_metrics(self, event: ev.Metrics) -> None:
+        self._repeated = 0.0
         done = self.examples
         if event.examples > _APART * self._passed[-1][0]:
             self._passed.append((float(event.examples), done))
