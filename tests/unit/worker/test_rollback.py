@@ -16,6 +16,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.script.helper_copies import HelperCopies
+from hvd_elastic.script.loop_parts import Place, train_by_parts
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
@@ -344,27 +345,53 @@ def test_what_another_library_does_after_the_loop_counts_once(
     assert meter.values == [1.0]
 
 
-@pytest.mark.parametrize("change", ["exchanged", "put back", "in a script"])
-def test_weights_that_are_exchanged_for_a_validation_do_not_stay(
-    monkeypatch: pytest.MonkeyPatch, change: str
+class Validating:
+    """A library whose callbacks exchange weights for a validation after each epoch."""
+
+    def __init__(self, training: Training) -> None:
+        self.place, self.validations = Place(), 0
+        self._training, self._weights = training, training.model.weight.data
+
+    def is_done(self) -> bool:
+        return self.validations == 2
+
+    def begin_epoch(self) -> None:
+        return
+
+    def train(self, batch: Any) -> bool:
+        self._training.step(batch[0])
+        return self._training.loader.steps_left() <= 1
+
+    def follow(self) -> None:
+        own = self._weights.clone()
+        self._weights.mul_(0.5)
+        self._training.fail("validation")
+        self._weights.copy_(own)
+        self._training.fail("saving")
+        self.validations += 1
+        self.place.begun = False
+
+
+def validate_twice(training: Training) -> list[float]:
+    library = Validating(training)
+    state = hvd.State(model=training.model, optimizer=training.optimizer)
+    training.run(lambda _: train_by_parts(library, training.loader), state)
+    weights: list[float] = training.model.weight.flatten().tolist()
+    return weights
+
+
+def test_weights_that_a_library_exchanges_for_a_validation_do_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    training = Training(monkeypatch)
-    rollback, worker = training.context.rollback, training.context.worker
-    hvd.State(model=training.model, optimizer=training.optimizer)
-    worker.in_train = True
-    worker.progress = Progress(step=4, position=8, examples=8)
-    rollback.loop_ended()
-    if change != "in a script":  # which may clamp weights, and puts back what it exchanges
-        rollback.library_follows()
-    weights = training.model.weight.data
-    own = weights.clone()
-    weights.add_(1.0)
-    if change == "exchanged":
-        with pytest.raises(ScriptError, match="while 'weight' had other values than after"):
-            rollback.fail()
-    elif change == "put back":
-        weights.copy_(own)
-    rollback.fail()  # also while the state of another rank is received
+    undisturbed = Training(monkeypatch)
+    expected = validate_twice(undisturbed)
+    for call, name in enumerate(undisturbed.calls, 1):
+        disturbed = Training(monkeypatch, call)
+        if name == "validation":
+            with pytest.raises(ScriptError, match="while 'weight' had other values than after"):
+                validate_twice(disturbed)
+        else:
+            assert validate_twice(disturbed) == expected, (call, name)
 
 
 def test_what_an_interrupted_body_leaves_in_lists_of_modules_is_named(
