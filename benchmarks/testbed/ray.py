@@ -18,7 +18,7 @@ from hvd_elastic.programs.processes import environment
 from hvd_elastic.programs.ray_node import MARK
 from hvd_elastic.virtual import VirtualCluster
 
-_LIMIT_S = 380.0
+_LIMIT_S = 1200.0
 
 
 class VirtualRay:
