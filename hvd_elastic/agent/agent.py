@@ -411,12 +411,20 @@ class Agent:
         """Accept a new agent process, started by another leader or by the same one again."""
         assert self._door is not None
         with contextlib.suppress(OSError):  # it is gone again
-            self._start_task(self._hear_out(self._door.accept()[0]))
+            connection, _ = self._door.accept()
+            # A number, since the socket of a task that is cancelled before it begins would be
+            # closed, and the caller would kill this process, whose end it waits for.
+            self._start_task(self._hear_out(connection.detach()))
 
-    async def _hear_out(self, connection: socket.socket) -> None:
-        caller = await read_caller(connection)
-        if caller is not None:
+    async def _hear_out(self, descriptor: int) -> None:
+        caller = await read_caller(socket.socket(fileno=descriptor))
+        if caller is None:
+            return
+        try:
             await self._meet(caller)
+        except asyncio.CancelledError:
+            self._callers.append(caller)  # it waits until this process ends
+            raise
 
     async def _meet(self, caller: Caller) -> None:
         other = caller.hello.leader != self._hello.leader

@@ -878,6 +878,26 @@ def test_of_two_leaders_that_call_at_once_one_gets_the_agent() -> None:
     assert answers["third"]["led"]["leader"] == "second"
 
 
+def test_who_calls_at_the_last_moment_waits_for_the_end_too() -> None:
+    """Its task is cancelled before it has begun; if its connection closed, it would kill."""
+    caller, *connections = socket.socketpair()
+    number = connections[0].fileno()
+
+    async def end() -> None:
+        made: Any = agent_module.Agent(io.BytesIO())
+        made._door = SimpleNamespace(accept=lambda: (connections.pop(), ""))
+        made._at_the_door()
+        for task in made._tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(end())
+    caller.setblocking(False)
+    with caller, pytest.raises(BlockingIOError):
+        caller.recv(1)
+    os.close(number)
+
+
 def test_a_silent_leader_is_told_who_took_over(start_agent: StartAgent) -> None:
     old = start_agent(leader_grace_s=60, failure_timeout_s=0.5)
     old.start_worker()
