@@ -28,6 +28,8 @@ _MOST_OF_OTHERS = 64
 """Connections of another user at a time: the daemon has few descriptors."""
 _PATIENCE_S = 10.0
 """How long a client may take to send its request, or to read its answer [s]."""
+_AT_ONCE = 0.0
+"""Deadline of a client that makes room for others [monotonic s]."""
 _FULL_S = 0.05
 """Time until another try to connect while too many others do [s]."""
 _ANSWER_S = 60.0
@@ -44,7 +46,6 @@ class _Client:
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     answer: bytes | None = None
-    has_to_go: bool = False
     refusal: Answer | None = None
     """Answer to whatever it asks; it is read all the same, since unread data would cut it short."""
 
@@ -96,7 +97,7 @@ class RequestServer:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Client) and now > key.data.deadline:
                 # It may be late because the daemon was stopped, or waited for its disk.
-                if key.fd not in moved or key.data.has_to_go:
+                if key.fd not in moved or key.data.deadline == _AT_ONCE:
                     self._drop(key.data)
 
     def close(self) -> None:
@@ -127,8 +128,7 @@ class RequestServer:
         clients = [key.data for key in self._selector.get_map().values()]
         own = [each for each in clients if isinstance(each, _Client) and each.user == user]
         if len(own) >= _MOST_OF_OTHERS:
-            oldest = min(own, key=lambda each: each.deadline)
-            oldest.deadline, oldest.has_to_go = 0.0, True  # serve() is about to drop it
+            min(own, key=lambda each: each.deadline).deadline = _AT_ONCE
 
     def _move_on(self, client: _Client) -> None:
         is_own = client.user == os.getuid()

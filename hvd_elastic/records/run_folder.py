@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
@@ -41,9 +41,12 @@ from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.events import decode_event
 from hvd_elastic.records.json_lines import Follower, LineFollower, decoded, read_lines
 from hvd_elastic.records.process_lock import is_locked, take_lock
-from hvd_elastic.records.wording import IN_QUEUE
+from hvd_elastic.records.wording import IN_QUEUE, run_state
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.run_events import CommandDone, ReadEvent, RunFinished, RunStarted
+
+if TYPE_CHECKING:
+    from hvd_elastic.records.summary import RunSummary
 
 COMMAND_TIMEOUT_S = 60.0
 """How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
@@ -324,6 +327,21 @@ class RunFolder:
             return None
         until = last_event + grace_s
         return until if time.time() < until else None
+
+    def state_of(self, summary: RunSummary, *, alive: bool) -> tuple[str, float | None]:
+        """Return the state of the run as shown to users, and how long its hosts wait.
+
+        Args:
+            summary: of its events.
+            alive: what :meth:`leader_alive` returned before they were read.
+
+        Returns:
+            The state, and the time until which hosts train on without a leader [Unix seconds];
+            None: they do not.
+        """
+        until = None if alive else self.leaderless_until(summary.ended)
+        waiting = bool(summary.waiting)
+        return run_state(summary.status, alive=alive, waiting=waiting, until=until), until
 
     def leader(self) -> dict[str, Any]:
         """Return ``{"pid", "host"}`` of the current or last leader; empty if unknown."""

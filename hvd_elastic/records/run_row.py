@@ -6,7 +6,7 @@ from typing import Any
 
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.records.wording import run_state
+from hvd_elastic.records.wording import TRAINS
 from hvd_elastic.run_events import Metrics, RunFinished, Waiting, WorkerStarted
 
 
@@ -17,11 +17,10 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
     plain = bool(asked.get("plain"))
     kinds = (Waiting, WorkerStarted) if plain else (Metrics,)
     summary = summarize(folder.last_events(RunFinished, *kinds))
-    until = None if alive else folder.leaderless_until(summary.ended)
-    last = summary.last
-    status = "running" if summary.status == "unknown" and summary.ended else summary.status
-    state = run_state(status, alive=alive, waiting=bool(summary.waiting), until=until)
-    trains = state in ("running", "leaderless")
+    if summary.status == "unknown" and summary.ended:
+        summary.status = "running"
+    state, _ = folder.state_of(summary, alive=alive)
+    last, trains = summary.last, state in TRAINS
     size = summary.size or int(last.get("size", 0)) if trains else 0
     done = last.get("done")
     return {

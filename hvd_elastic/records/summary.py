@@ -17,7 +17,7 @@ from hvd_elastic import run_events as ev
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.events import as_record
 from hvd_elastic.records.spending import Spending
-from hvd_elastic.records.wording import batch_words, cut_off_words, shares_words
+from hvd_elastic.records.wording import TRAINS, batch_words, cut_off_words, shares_words
 from hvd_elastic.run_events import Metrics
 
 _STALE_S = 60.0
@@ -292,7 +292,7 @@ class RunSummary:
 
         The events do not tell that a leader died, nor that the workers of a run that waits stopped.
         """
-        return self.size if state in ("running", "leaderless") else 0
+        return self.size if state in TRAINS else 0
 
     def present_use(self, state: str) -> dict[str, HostUse]:
         """Return the newest samples of the hosts that still send them, if the run trains.

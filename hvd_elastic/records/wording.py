@@ -27,7 +27,9 @@ from hvd_elastic.run_events import Departure
 if TYPE_CHECKING:
     from hvd_elastic.records.summary import Draining, RunSummary
 
-GOES_ON = ("running", "waiting", "leaderless")
+TRAINS = ("running", "leaderless")
+"""States of a run whose workers train."""
+GOES_ON = ("waiting", *TRAINS)
 """States of a run that is not over."""
 ENDED = ("succeeded", "failed", "stopped", "died")
 """States of a run that is over."""
@@ -275,9 +277,7 @@ def departure_words(cause: str, rescale: str) -> str:
 # -- the state of a run ----------------------------------------------------------------------------
 
 
-def run_state(
-    status: str, *, alive: bool, waiting: bool = False, until: float | None = None
-) -> str:
+def run_state(status: str, *, alive: bool, waiting: bool, until: float | None) -> str:
     """Return the state of a run as shown to users.
 
     Args:

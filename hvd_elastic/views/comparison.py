@@ -13,7 +13,6 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import duration_words, number_words
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, RunSummary
-from hvd_elastic.records.wording import run_state
 from hvd_elastic.views.page import (
     cell,
     chart,
@@ -46,9 +45,7 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> list[RunSummary
         if summary.started is None:
             raise RunError(f"run {folder.run_id} has no events yet, so there is nothing to compare")
         summary.run_id = folder.run_id
-        until = None if alive else folder.leaderless_until(summary.ended)
-        waiting = bool(summary.waiting)
-        summary.status = run_state(summary.status, alive=alive, waiting=waiting, until=until)
+        summary.status, _ = folder.state_of(summary, alive=alive)
         found.append(summary)
     write_page(out, render_comparison(found))
     return found

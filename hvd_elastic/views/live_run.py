@@ -19,7 +19,7 @@ from hvd_elastic.records.events import decode_event
 from hvd_elastic.records.json_lines import LineFollower, decoded
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
-from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences, run_state
+from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences
 from hvd_elastic.views.allocation import slow_hosts
 from hvd_elastic.views.comparison import comparison_charts, comparison_parts, sampled_lines
 from hvd_elastic.views.costs import forecast_words, predict_end
@@ -108,16 +108,15 @@ class LiveRun:
         return self._summary
 
     def state(self) -> str:
-        """Return the state of the run in a word; see :func:`run_state`."""
+        """Return the state of the run in a word; see :meth:`RunFolder.state_of`."""
         alive = self.folder.leader_alive()  # before its last events are read
         if not alive and self._summary.status not in ENDED:
             self._read_at = 0.0  # what was read a moment ago is not its last
         summary = self.read()
         if self._unread:
             return READING
-        until = None if alive else self.folder.leaderless_until(summary.ended)
-        waiting = bool(summary.waiting)
-        return run_state(summary.status, alive=alive, waiting=waiting, until=until)
+        state, _ = self.folder.state_of(summary, alive=alive)
+        return state
 
     def render(self) -> dict[str, Any]:
         """Return the parts of the page, the data of its charts, and a line on how it stands."""

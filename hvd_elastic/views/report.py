@@ -21,7 +21,7 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import iter_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary
-from hvd_elastic.records.wording import departure_words, run_state
+from hvd_elastic.records.wording import departure_words
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import time_section
 from hvd_elastic.views.page import (
@@ -85,9 +85,7 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
             f"hvd-elastic status {folder.run_id}"
         )
     summary.run_id = folder.run_id
-    until = None if alive else folder.leaderless_until(summary.ended)
-    waiting = bool(summary.waiting)
-    summary.status = run_state(summary.status, alive=alive, waiting=waiting, until=until)
+    summary.status, _ = folder.state_of(summary, alive=alive)
     audit = audit_of(folder, summary)
     path = folder.path / "report.html" if out is None else Path(out)
     write_page(path, render_report(summary, audit, asked=folder.read_run()))

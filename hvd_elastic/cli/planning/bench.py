@@ -160,14 +160,16 @@ def synthetic(
     tables = tables_of(found, examples, epochs)
     if as_json:
         print_json(found.as_json())
-    for heading, rows in [] if as_json else tables:
-        print(f"{heading}:")
-        print_table(rows)
-        print()
+    else:
+        for heading, rows in tables:
+            print(f"{heading}:")
+            print_table(rows)
+            print()
     for path in out or []:
         write_scaling(path, found, tables)
-    for note in [] if as_json else notes_of(found, examples, epochs, deadline_h):
-        print(note)
+    if not as_json:
+        for note in notes_of(found, examples, epochs, deadline_h):
+            print(note)
 
 
 def _emulated(text: str | None) -> tuple[float, float] | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -109,10 +107,10 @@ def check_out(paths: Sequence[Path]) -> None:
         try:
             with temporary_in(path.absolute().parent) as temporary:
                 temporary.touch()
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError as error:
             raise UsageError(f"--out {path}: it cannot be written: {error.strerror}") from error
+        if path.is_dir():
+            raise UsageError(f"--out {path}: it cannot be written: Is a directory")
         if path.suffix == ".png":
             from hvd_elastic.views.plan_page import find_browser
 

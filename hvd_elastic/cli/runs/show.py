@@ -30,7 +30,7 @@ from hvd_elastic.records.json_lines import Follower, LineFollower
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_row import run_row
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.records.wording import IN_QUEUE, Line, Narrator, run_state, status_rows
+from hvd_elastic.records.wording import IN_QUEUE, Line, Narrator, status_rows
 from hvd_elastic.run_events import (
     HostDraining,
     HostReturned,
@@ -61,8 +61,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     latest: deque[tuple[float, Line]] = deque(maxlen=_LATEST)
     summary = summarize(_told(folder.iter_events(), latest))
     summary.run_id = folder.run_id
-    until = None if alive else folder.leaderless_until(summary.ended)
-    state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
+    state, until = folder.state_of(summary, alive=alive)
     summary.status = state
     if as_json:
         print_json(

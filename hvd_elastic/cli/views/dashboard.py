@@ -91,7 +91,7 @@ def top(
 
     from hvd_elastic.cli.jobs.naming import open_run
     from hvd_elastic.records.summary import RunSummary, take_events
-    from hvd_elastic.records.wording import Narrator, run_state, status_rows
+    from hvd_elastic.records.wording import Narrator, status_rows
     from hvd_elastic.views.allocation import host_rows
     from hvd_elastic.views.costs import forecast_words, predict_end
     from hvd_elastic.views.page import thin_out
@@ -113,9 +113,7 @@ def top(
                 stamp = clock_words(event.t)
                 latest.extend(f"{stamp}  {line.text}" for line in narrator.tell(event))
         summary.run_id = folder.run_id
-        until = None if alive else folder.leaderless_until(summary.ended)
-        waiting = bool(summary.waiting)
-        state = run_state(summary.status, alive=alive, waiting=waiting, until=until)
+        state, until = folder.state_of(summary, alive=alive)
         shown = Table.grid(padding=(0, 2))
         rate, size = summary.last.get("throughput"), summary.trains_now(state)
         path, resume, now = str(folder.path), folder.resume_command, time.time()
