@@ -213,8 +213,9 @@ def test_ctrl_c_ends_everything(stage: Stage, start_job: StartJob) -> None:
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step(stage: Stage, start_job: StartJob) -> None:
-    # The first one alone would wait so long for the step.
-    job = start_job({stage.hosts[0]: 1}, "--failure-timeout", "600")
+    # The first one alone would wait so long for the step. No checkpoint is on its way when the
+    # second comes: it would stay on its host, for --resume.
+    job = start_job({stage.hosts[0]: 1}, "--failure-timeout", "600", "--checkpoint-every", "600")
     job.wait_size(1)
     job.wait_steps(5)
     (job.folder / "stuck").touch()
