@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvd_elastic.checkpoint.manifests import complete_checkpoint
@@ -535,7 +537,8 @@ def test_disk_that_is_full_when_a_lost_run_is_resumed(
         job.process.kill()
         job.process.wait()
         for process in jobs.marked(job.mark):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         refused(
             call("run", "--resume", job.run_id, home=small_disk),
             *(1, f"checkpoints cannot be written: {job.folder / 'checkpoints'} is full"),

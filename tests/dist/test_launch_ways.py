@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvd_elastic.records.json_lines import read_records
@@ -77,7 +79,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "run"
     # horovodrun is not asked to tidy up, so what it left is ended by its environment.
     for process in jobs.marked(str(tmp_path / "run"), "HVD_ELASTIC_RUN_FOLDER"):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def start(words: list[Any], folder: Path, output: Path) -> subprocess.Popen[bytes]:

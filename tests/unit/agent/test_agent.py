@@ -230,7 +230,8 @@ def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
         for process in agent.marked():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def test_hello_says_what_the_leader_has_to_know(start_agent: StartAgent) -> None:
