@@ -298,6 +298,13 @@ def installed_build() -> str | None:
     return (distribution.read_text(INSTALLED_BUILD_FILE) or "").strip()
 
 
+def has_library(framework: str) -> bool:
+    """Return whether the installed Horovod was compiled for a framework; nothing is imported."""
+    spec = importlib.util.find_spec("horovod")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return any(any(Path(folder, framework).glob("mpi_lib*.so")) for folder in folders)
+
+
 def _torch_facts() -> dict[str, str | None]:
     """Return versions from torch/version.py, since importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
