@@ -33,12 +33,14 @@ from hvd_elastic.frameworks import (
     install_command,
     version_of,
 )
+from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
     PIP_CUDA,
     RECORD,
     BuildInputs,
+    ask_horovod,
     assemble_toolkit,
     cached_wheel,
     check_kept,
@@ -71,15 +73,11 @@ PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 # Memory for each compiler, with a margin.
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
-_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+# `-m pip` would run a pip.py of the working folder.
+_RUN_PIP = f"{FROM_NO_WORKING_FOLDER}import runpy; runpy.run_module('pip', None, '__main__', True)"
+_PIP = (sys.executable, "-c", _RUN_PIP, "--disable-pip-version-check", "--no-input")
 # The line of Horovod's CMakeLists.txt that compiles the XLA operations.
 _XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
-_IMPORT_CHECK = (
-    "import json, horovod.{} as hvd; print(json.dumps({{"
-    "'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), "
-    "'nccl': bool(hvd.nccl_built())}}))"
-)
-"""Program for each framework: one that imports both would not notice that each is of use alone."""
 
 
 def patch_digest() -> str:
@@ -313,25 +311,18 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> None:
         log=log,
     )  # fmt: skip
     for framework in inputs.frameworks:
-        _check_import(framework, inputs, wheel.parent, log)
+        _check_import(framework, inputs, log)
     site = Path(sysconfig.get_path("platlib"))
     note = site / f"horovod-{inputs.horovod}.dist-info" / INSTALLED_BUILD_FILE
     note.write_text(inputs.name + "\n", encoding="utf-8")
 
 
-def _check_import(framework: str, inputs: BuildInputs, folder: Path, log: Path) -> None:
+def _check_import(framework: str, inputs: BuildInputs, log: Path) -> None:
     """Import Horovod for one framework in a new process; check that it has all of ``inputs``."""
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_CHECK.format(framework)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
-    if done.returncode != 0:
-        end = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-8:])
+    built, why = ask_horovod(framework)
+    if built is None:
+        end = "\n".join(f"  {line}" for line in why.splitlines()[-8:])
         raise BuildError(f"the installed Horovod does not import for {framework}:\n{end}")
-    built: dict[str, bool] = json.loads(done.stdout.strip().splitlines()[-1])
     wanted = {"gloo": True, "mpi": inputs.mpi is not None, "nccl": inputs.nccl is not None}
     lacking = [name for name, want in wanted.items() if want and not built[name]]
     if lacking:

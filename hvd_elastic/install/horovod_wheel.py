@@ -17,12 +17,14 @@ import runpy
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.frameworks import TITLES, tensorflow_version, version_of, why_no_tensorflow
+from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 from hvd_elastic.install.prerequisites import find_program, machine_and_libc, pinned_version
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
 
@@ -127,6 +129,14 @@ def _nvidia_folder(name: str) -> Path | None:
 HOROVOD_VERSION = "0.28.1"
 RECORD = "build.json"
 """File beside a kept wheel: its inputs and its SHA-256."""
+
+_ASK_HOROVOD = f"""{FROM_NO_WORKING_FOLDER}
+import importlib, json
+hvd = importlib.import_module("horovod." + sys.argv[1])
+print(json.dumps({{
+    "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built()),
+}}))
+"""
 
 INSTALLED_BUILD_FILE = "HVD_ELASTIC_BUILD"
 """File in Horovod's .dist-info folder with the :attr:`BuildInputs.name` of the installed build."""
@@ -296,6 +306,34 @@ def installed_build() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return (distribution.read_text(INSTALLED_BUILD_FILE) or "").strip()
+
+
+def ask_horovod(
+    framework: str,
+    timeout_s: float | None = None,
+    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run,
+) -> tuple[dict[str, bool] | None, str]:
+    """Import the installed Horovod in a new process for one framework.
+
+    One process for both would not notice that it works for each alone.
+
+    Returns:
+        What it was built with; or None, and what the process wrote on stderr.
+    """
+    try:
+        done = run(
+            [sys.executable, "-c", _ASK_HOROVOD, framework],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {timeout_s} s"
+    if done.returncode != 0:
+        return None, done.stderr.strip() or f"status {done.returncode}"
+    return json.loads(done.stdout.strip().splitlines()[-1]), ""
 
 
 def has_library(framework: str) -> bool:

@@ -10,9 +10,8 @@ import json
 import os
 import pwd
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -44,7 +43,13 @@ from hvd_elastic.frameworks import (
     why_no_transformers,
 )
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
-from hvd_elastic.install.horovod_wheel import has_gpu, installed_build, torch_cuda, wheel_cache
+from hvd_elastic.install.horovod_wheel import (
+    ask_horovod,
+    has_gpu,
+    installed_build,
+    torch_cuda,
+    wheel_cache,
+)
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
     Prerequisite,
@@ -58,14 +63,6 @@ from hvd_elastic.virtual.netns import why_no_namespaces
 _BUILD_WITH = "hvd-elastic build-horovod"
 _LOW_DISK_BYTES = 2_000_000_000
 _HOROVOD_TIMEOUT_S = 120
-
-_ASK_HOROVOD = """
-import importlib, json, sys
-hvd = importlib.import_module("horovod." + sys.argv[1])
-print(json.dumps({
-    "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built()),
-}))
-"""
 
 
 class Health(str, Enum):
@@ -276,10 +273,10 @@ def _horovod(*, imports: bool = True) -> Finding:
     parts, failures = [], []
     names = list(_versions())
     with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(lambda name: _built_with(sys.executable, name), names))
+        answers = list(pool.map(lambda name: ask_horovod(name, _HOROVOD_TIMEOUT_S), names))
     for name, (built, why) in zip(names, answers, strict=True):
         if built is None:
-            failures.append(f"{TITLES[name]}: {why}")
+            failures.append(f"{TITLES[name]}: {why.splitlines()[-1].strip()}")
         elif not built.get("gloo"):
             failures.append(f"{TITLES[name]}: built without gloo, which elastic runs need")
         else:
@@ -296,30 +293,6 @@ def _horovod(*, imports: bool = True) -> Finding:
         # It works, but a process whose initialisation failed once cannot join again.
         return Finding("horovod", Health.OPTIONAL, f"{found}; not our patched build", _BUILD_WITH)
     return Finding("horovod", Health.GOOD, found)
-
-
-def _built_with(
-    python: str,
-    framework: str,
-    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run,
-) -> tuple[dict[str, bool] | None, str]:
-    """Return what the installed Horovod was built with, or None and the reason of its failure."""
-    try:
-        done = run(
-            [python, "-c", _ASK_HOROVOD, framework],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_HOROVOD_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {_HOROVOD_TIMEOUT_S} s"
-    if done.returncode != 0:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        return None, last[0].strip() if last else f"status {done.returncode}"
-    answer: dict[str, bool] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer, ""
 
 
 def _prerequisite(item: Prerequisite) -> Finding:

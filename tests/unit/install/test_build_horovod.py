@@ -375,6 +375,47 @@ def test_all_that_pip_installs_for_a_build_is_pinned_with_digests(tmp_path):
     assert prerequisites.pinned_version("horovod") == horovod_wheel.HOROVOD_VERSION
 
 
+# --- other programs -------------------------------------------------------------------------------
+
+
+def answer(status: int, out: str = "", err: str = ""):
+    def run(*_, **__):
+        return subprocess.CompletedProcess([], status, out, err)
+
+    return run
+
+
+def test_a_horovod_that_crashes_on_import_is_reported():
+    built, why = horovod_wheel.ask_horovod("torch", run=answer(1, err="Trace\nno libmpi.so\n\n"))
+    assert (built, why) == (None, "Trace\nno libmpi.so")
+    assert horovod_wheel.ask_horovod("torch", run=answer(-11)) == (None, "status -11")
+
+
+def test_a_horovod_that_hangs_is_reported():
+    def run(*_, **__):
+        raise subprocess.TimeoutExpired("python", 1)
+
+    built, why = horovod_wheel.ask_horovod("torch", 1.0, run)
+    assert built is None
+    assert "no answer" in why
+
+
+def test_what_horovod_prints_before_its_answer_is_ignored():
+    built, _ = horovod_wheel.ask_horovod("torch", run=answer(0, 'a banner\n{"gloo": true}\n'))
+    assert built == {"gloo": True}
+
+
+def test_no_code_of_the_working_folder_is_run(tmp_path, monkeypatch):
+    """Which may be /tmp, where anybody may have put it."""
+    for name in ("json.py", "importlib.py", "horovod.py", "pip.py", "runpy.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'a')")
+    monkeypatch.chdir(tmp_path)
+    horovod_wheel.ask_horovod("none")
+    done = subprocess.run([*build_horovod._PIP, "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("pip ")
+    assert not (tmp_path / "ran").exists()
+
+
 # --- what is checked before anything is compiled --------------------------------------------------
 
 
