@@ -394,8 +394,8 @@ def uninstall(
         fanout: maximum number of hosts at a time.
 
     Yields:
-        For each host a list of "name", "path", "bytes", "stays" (why it cannot be removed, or "")
-        and "removed".
+        For each host a list of "name", "path", "bytes", "stays" (why it cannot be removed, or ""),
+        "others" (what else is in a folder of runs, and stays) and "removed".
     """
 
     def on_host(host: Host, stopper: Stopper) -> list[dict[str, Any]]:

@@ -263,6 +263,8 @@ def uninstall(
             state = f"stays, unless you give --only {each['name']}"
             if each["name"] == "cache":
                 state += "; all environments of this user share it"
+        if each["others"]:
+            state += f"; not ours, and stays: {each['others']}"
         return f"{each['name']}  {each['path']}  {bytes_words(each['bytes'])}  {state}"
 
     def shown() -> Iterator[HostResult[list[dict[str, Any]]]]:
