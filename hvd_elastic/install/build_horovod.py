@@ -303,6 +303,9 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> None:
     Raises:
         BuildError: it cannot be installed or imported.
     """
+    site = Path(sysconfig.get_path("platlib"))
+    for old in site.glob(f"horovod-*.dist-info/{INSTALLED_BUILD_FILE}"):
+        old.unlink()
     run_quietly(
         [
             *_PIP, "install", "--force-reinstall", "--no-deps", "--no-index", str(wheel),
@@ -312,9 +315,10 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> None:
     )  # fmt: skip
     for framework in inputs.frameworks:
         _check_import(framework, inputs, log)
-    site = Path(sysconfig.get_path("platlib"))
     note = site / f"horovod-{inputs.horovod}.dist-info" / INSTALLED_BUILD_FILE
     note.write_text(inputs.name + "\n", encoding="utf-8")
+    with note.with_name("RECORD").open("a", encoding="utf-8") as files:  # of pip, for its uninstall
+        files.write(f"{note.relative_to(site)},,\n")
 
 
 def _check_import(framework: str, inputs: BuildInputs, log: Path) -> None:

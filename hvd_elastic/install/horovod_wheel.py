@@ -305,6 +305,8 @@ def installed_build() -> str | None:
         distribution = importlib.metadata.distribution("horovod")
     except importlib.metadata.PackageNotFoundError:
         return None
+    if distribution.read_text("METADATA") is None:  # pip has removed it, and left a file of ours
+        return None
     return (distribution.read_text(INSTALLED_BUILD_FILE) or "").strip()
 
 

@@ -609,6 +609,30 @@ def test_of_two_at_once_one_builds_and_the_other_waits_and_uses_its_wheel(
     assert workshop == ["build", "install", "install"]
 
 
+def test_a_horovod_that_pip_has_removed_is_not_installed(tmp_path, monkeypatch):
+    """pip removes what RECORD names: what was built before our note was in it is left."""
+    info = tmp_path / "horovod-0.28.1.dist-info"
+    info.mkdir()
+    (info / horovod_wheel.INSTALLED_BUILD_FILE).write_text(INPUTS.name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(build_horovod, "_check_import", lambda *_: None)
+    assert horovod_wheel.installed_build() is None
+
+    def install(*_, **__):
+        assert not (info / horovod_wheel.INSTALLED_BUILD_FILE).exists(), "it is of the former one"
+        (info / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
+        (info / "RECORD").write_text("horovod/__init__.py,,\n")
+
+    monkeypatch.setattr(build_horovod, "run_quietly", install)
+    build_horovod.install_wheel(tmp_path / "horovod.whl", INPUTS, tmp_path / "log")
+    assert horovod_wheel.installed_build() == INPUTS.name
+    assert (info / "RECORD").read_text().splitlines() == [
+        "horovod/__init__.py,,",
+        f"horovod-0.28.1.dist-info/{horovod_wheel.INSTALLED_BUILD_FILE},,",
+    ]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
