@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import io
 import json
@@ -566,6 +567,54 @@ def test_a_kept_wheel_that_does_not_work_is_built_anew(workshop, capsys):
     assert "built again" in capsys.readouterr().out
 
 
+def test_a_failed_installation_leaves_the_wheel_and_compiles_nothing_again(workshop, monkeypatch):
+    """Be it for a full disk, or a PyTorch that does not import."""
+    really_install = build_horovod.install_wheel
+
+    def fail(*_):
+        raise BuildError("No space left on device")
+
+    monkeypatch.setattr(build_horovod, "install_wheel", fail)
+    with pytest.raises(BuildError, match="No space left"):
+        build_horovod.provide_horovod(INPUTS)
+    kept = horovod_wheel.cached_wheel(INPUTS)
+    assert kept is not None
+    with pytest.raises(BuildError, match=r"No space left(.|\n)*build-horovod --rebuild"):
+        build_horovod.provide_horovod(INPUTS)
+    assert horovod_wheel.cached_wheel(INPUTS) == kept
+    monkeypatch.setattr(build_horovod, "install_wheel", really_install)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install"]
+
+
+def test_a_new_wheel_that_does_not_import_is_not_kept(workshop, monkeypatch):
+    def fail(*_):
+        raise build_horovod.UnfitWheelError("undefined symbol")
+
+    monkeypatch.setattr(build_horovod, "install_wheel", fail)
+    with pytest.raises(BuildError, match="undefined symbol"):
+        build_horovod.provide_horovod(INPUTS)
+    assert horovod_wheel.cached_wheel(INPUTS) is None
+
+
+def test_a_wheel_that_cannot_be_kept_is_installed(workshop, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build_horovod, "keep_wheel", fail)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install"]
+    assert "its wheel is not kept, since" in capsys.readouterr().out
+
+
+def test_of_two_at_once_in_one_environment_the_second_installs_nothing(workshop, monkeypatch):
+    """The first one's training may have begun."""
+    answers = iter([None, INPUTS.name])  # before it waits for the lock, and after
+    monkeypatch.setattr(build_horovod, "installed_build", lambda: next(answers))
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == []
+
+
 def test_a_failed_build_keeps_nothing(workshop, monkeypatch):
     def fail(*_):
         raise BuildError("no")
@@ -651,15 +700,19 @@ def test_a_failure_is_one_message_on_stderr(workshop, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: the disk is full\n"
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_variables(workshop, monkeypatch, capsys):
+@pytest.mark.parametrize("fault", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+def test_a_folder_that_cannot_be_written_is_named_with_the_variables(
+    workshop, monkeypatch, capsys, fault
+):
     def fail(*_):
-        raise PermissionError(13, "Permission denied", "/cache/wheels")
+        raise OSError(fault, os.strerror(fault), "/cache/wheels")
 
     monkeypatch.setattr(build_horovod, "build_wheel", fail)
     assert command() == 1
-    assert "error: /cache/wheels cannot be written; the wheel's folder is under XDG_CACHE" in (
-        capsys.readouterr().err
+    why = (
+        f"error: /cache/wheels cannot be written: {os.strerror(fault)}; the wheel's folder is under"
     )
+    assert f"{why} XDG_CACHE_HOME" in capsys.readouterr().err
 
 
 def test_no_compilers_is_wrong_usage(capsys):
