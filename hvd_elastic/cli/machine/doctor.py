@@ -25,6 +25,7 @@ from packaging.specifiers import SpecifierSet
 from hvd_elastic import __version__
 from hvd_elastic.cli.options import AsJson
 from hvd_elastic.config import home, nearest_existing
+from hvd_elastic.errors import BuildError
 from hvd_elastic.formatting import bytes_words, count, unfiltered
 from hvd_elastic.frameworks import (
     LIGHTNING_REQUIREMENT,
@@ -49,11 +50,11 @@ from hvd_elastic.install.horovod_wheel import (
     installed_build,
     torch_cuda,
     wheel_cache,
+    why_left_out,
 )
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
     Prerequisite,
-    Purpose,
     apt_command,
     has_apt,
 )
@@ -283,10 +284,18 @@ def _horovod(*, imports: bool = True) -> Finding:
             has = ", ".join(f"{part} {'yes' if yes else 'no'}" for part, yes in built.items())
             parts.append(f"{TITLES[name]} ({has})")
     found = f"{version} built for {' and '.join(parts)}" if parts else f"{version} is of no use"
+    if not names:
+        found, mend = f"{version}; no framework to train with", f"install one, then {_BUILD_WITH}"
+        return Finding("horovod", Health.MISSING, found, mend)
+    answered = dict(zip(names, answers, strict=True))
+    has_nccl = "torch" in names and bool((answered["torch"][0] or {}).get("nccl"))
+    needs_nccl = "torch" in names and torch_cuda() is not None and (has_nccl or _has_gpu())
     if failures:
-        health = Health.OPTIONAL if parts else Health.MISSING
-        return Finding("horovod", health, f"{found}; not for {'; '.join(failures)}", _BUILD_WITH)
-    if "torch" in names and torch_cuda() and has_gpu() and "-nccl-" not in build:
+        health, mend = Health.OPTIONAL if parts else Health.MISSING, _BUILD_WITH
+        if parts and needs_nccl and not answered.get("tensorflow", (True,))[0]:
+            mend = why_left_out(torch_cuda()) or mend
+        return Finding("horovod", health, f"{found}; not for {'; '.join(failures)}", mend)
+    if needs_nccl and not has_nccl:
         why = f"{found}; without NCCL, so ranks on GPUs of this machine cannot train"
         return Finding("horovod", Health.OPTIONAL, why, f"{_BUILD_WITH} --with-nccl")
     if not build:
@@ -295,17 +304,21 @@ def _horovod(*, imports: bool = True) -> Finding:
     return Finding("horovod", Health.GOOD, found)
 
 
+def _has_gpu() -> bool:
+    try:
+        return has_gpu()
+    except BuildError:  # the line of the GPU tells why
+        return False
+
+
 def _prerequisite(item: Prerequisite) -> Finding:
     found = item.find()
     if found is not None:
         return Finding(item.name, Health.GOOD, found)
     mend = apt_command([item], sudo=os.geteuid() != 0) if has_apt() else f"install {item.name}"
-    # A host that only runs workers needs no compiler, and a leader needs no sshd.
-    needed = item.purpose is Purpose.CLUSTER and not item.optional and item.name == "ssh"
-    health = Health.MISSING if needed else Health.OPTIONAL
-    return Finding(
-        item.name, health, f"not found; without it you cannot {item.purpose.value}", mend
-    )
+    # A host that only runs workers needs no compiler, and a leader connects without ssh and sshd.
+    found = f"not found; without it you cannot {item.purpose.value}"
+    return Finding(item.name, Health.OPTIONAL, found, mend)
 
 
 def _gpu() -> Finding:
@@ -316,7 +329,12 @@ def _gpu() -> Finding:
         return Finding("gpu", Health.OPTIONAL, "nvidia-smi does not answer")
     if answer.error or not answer.lines:
         return Finding("gpu", Health.OPTIONAL, "nvidia-smi finds none")
-    return Finding("gpu", Health.GOOD, f"{len(answer.lines)} x {answer.lines[0]}")
+    found = f"{len(answer.lines)} x {answer.lines[0]}"
+    if "torch" in _versions() and torch_cuda() is None:
+        why = f"{found}; PyTorch {version_of('torch')} is for CPUs and does not use it"
+        mend = f"install a PyTorch for CUDA, as PyPI has it, then {_BUILD_WITH}"
+        return Finding("gpu", Health.OPTIONAL, why, mend)
+    return Finding("gpu", Health.GOOD, found)
 
 
 def _wheels() -> Finding:
