@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -115,10 +116,12 @@ def without_secrets(text: str, known: Collection[str]) -> tuple[str, int]:
         text = text.replace(value, _REMOVED)
     for pattern in _SECRETS:
         text = pattern.sub(replace, text)
-    home, user = str(Path.home()), getpass.getuser()
+    home, user = str(Path.home()), ""
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no account
+        user = getpass.getuser()
     if home != "/":
         text = text.replace(home, "~")
-    if user != "root":
+    if user not in ("", "root"):
         text = re.sub(rf"\b{re.escape(user)}\b", "USER", text)
     return text, removed
 
