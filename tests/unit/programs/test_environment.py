@@ -242,11 +242,8 @@ def test_of_a_folder_of_runs_only_what_is_ours_is_removed(folders: Path) -> None
 
 def test_everything_that_is_made_in_the_folder_of_runs_is_known_to_uninstall() -> None:
     package = Path(module.__file__).parents[1]
-    texts = [path.read_text(encoding="utf-8") for path in package.rglob("*.py")]
-    made = {
-        name
-        for text in texts
-        for name in re.findall(r"""\bhome\(\)[.\w()]* / "([\w.]+)\"""", text)
-    }
+    path = re.compile(r"""(?<!Path\.)\bhome\(\)[.\w()]* / "([\w.]+)\"""")
+    files = package.rglob("*.py")
+    made = {name for file in files for name in path.findall(file.read_text(encoding="utf-8"))}
     assert {"runs", "known_hosts", "virtual"} < made
     assert made | {"spool"} == set(module.OF_HOME)
