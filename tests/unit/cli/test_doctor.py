@@ -13,6 +13,7 @@ from hvd_elastic.cli.machine import doctor
 from hvd_elastic.cli.machine.doctor import Finding, Health, render
 from hvd_elastic.errors import BuildError
 from hvd_elastic.install import horovod_wheel
+from hvd_elastic.install.prerequisites import PREREQUISITES
 from hvd_elastic.programs.nvidia import Answer
 
 GOOD = Finding("torch", Health.GOOD, "2.13.0")
@@ -236,7 +237,7 @@ def test_no_prerequisite_keeps_this_machine_from_training(monkeypatch, tmp_path)
     """Not even ssh: connections are paramiko's."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("hvd_elastic.install.prerequisites.SYSTEM_FOLDERS", ())
-    found = {item.name: doctor._prerequisite(item) for item in doctor.PREREQUISITES}
+    found = {item.name: doctor._prerequisite(item) for item in PREREQUISITES}
     assert found["ssh"].found.startswith("not found")
     assert Health.MISSING not in {each.health for each in found.values()}
 
@@ -246,7 +247,7 @@ def test_an_mpirun_of_mpich_is_no_open_mpi(monkeypatch, tmp_path):
         (tmp_path / name).write_text("#!/bin/sh\necho 'Unable to interpret --showme' >&2\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (openmpi,) = (item for item in doctor.PREREQUISITES if item.name == "Open MPI")
+    (openmpi,) = (item for item in PREREQUISITES if item.name == "Open MPI")
     assert doctor._prerequisite(openmpi).health is Health.OPTIONAL
 
 

@@ -163,13 +163,15 @@ def test_an_interruption_ends_the_program_and_its_children(tmp_path):
     os.close(reader)
 
 
-def interrupted_when_ready(program: str, log: Path, **settings: float) -> None:
+def interrupted_when_ready(program: str, log: Path, patience_s: float) -> None:
     def interrupt(line: str) -> None:
         if "ready" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_quietly(python(program), label="x", log=log, percentage=interrupt, **settings)
+        run_quietly(
+            python(program), label="x", log=log, percentage=interrupt, patience_s=patience_s
+        )
 
 
 def test_an_interrupted_program_may_finish_what_must_not_be_cut_short(tmp_path):

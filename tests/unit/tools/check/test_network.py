@@ -13,9 +13,10 @@ def test_a_host_that_dies_while_its_clock_is_read_is_left_out_of_the_rest() -> N
     probe._nodes, probe.failures = {}, {}
     for host in parse_hosts("a\nb\nc", "text").hosts:
         process = Mock()
+        if host.name == "b":
+            process.stdin.write = Mock(side_effect=EOFError("it has ended"))
         process.stdout.readline = Mock(return_value=b'{"clock": 0.0}')
         probe._nodes[host.name] = _Node(host, Mock(), process)
-    probe._nodes["b"].process.stdin.write = Mock(side_effect=EOFError("it has ended"))
     assert probe.clocks().keys() == {"a", "c"}
     assert probe.names == ("a", "c")
     assert "host b: its network cannot be measured: it has ended" in probe.failures["b"]
