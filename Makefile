@@ -79,7 +79,7 @@ clean:  ## remove .venv/ and what tools left (kept Horovod wheels stay in the us
 # Rewritten only when a setting differs from last time, or an extra is new, so that a change sets up
 # anew. The checkout's path is one: a moved environment does not work.
 SETTING := $(PYTHON) $(TORCH) $(TENSORFLOW) $(CURDIR)
-INSTALLED := $(shell sed -n 's/^extras: //p' $(SETTINGS) 2>/dev/null)
+INSTALLED := $(shell cat $(READY) 2>/dev/null)
 empty :=
 ALL_EXTRAS := $(subst $(empty) $(empty),$(comma),$(sort $(subst $(comma), ,$(EXTRAS) $(INSTALLED))))
 $(SETTINGS): FORCE
@@ -87,11 +87,14 @@ $(SETTINGS): FORCE
 	@printf '%s\n' '$(SETTING)' 'extras: $(ALL_EXTRAS)' | cmp -s - $@ \
 		|| printf '%s\n' '$(SETTING)' 'extras: $(ALL_EXTRAS)' > $@
 
-$(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py hvd_elastic/install/pinned.txt
+# An environment whose Python is gone, as after an upgrade of the system, is set up anew.
+BROKEN := $(if $(wildcard $(READY)),$(shell $(VPYTHON) -c pass >/dev/null 2>&1 || echo FORCE))
+
+$(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py hvd_elastic/install/pinned.txt $(BROKEN)
 	@sh scripts/bootstrap.sh "$(PYTHON)" $(MAKECMDGOALS)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
 		--extras "$(ALL_EXTRAS)" $(if $(filter-out env lint,$(MAKECMDGOALS)),--horovod)
-	@touch $@
+	@printf '%s\n' '$(ALL_EXTRAS)' > $@
 
 $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic/install/horovod-*.patch)
 	@$(VPYTHON) -m hvd_elastic.cli.app build-horovod

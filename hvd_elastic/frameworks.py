@@ -51,10 +51,12 @@ def tensorflow_version() -> str | None:
 def install_command(*requirements: str) -> str:
     """Return the command that installs requirements for this interpreter.
 
-    >>> install_command("keras>=3.12.3,<4").partition(" -m ")[2]
-    "pip install 'keras>=3.12.3,<4'"
+    >>> from unittest import mock
+    >>> with mock.patch("sys.executable", "/home/ada/my env/bin/python"):
+    ...     install_command("keras>=3.12.3,<4")
+    "'/home/ada/my env/bin/python' -m pip install 'keras>=3.12.3,<4'"
     """
-    return f"{sys.executable} -m pip install {shlex.join(requirements)}"
+    return shlex.join([sys.executable, "-m", "pip", "install", *requirements])
 
 
 def why_no_torch(version: str) -> str | None:

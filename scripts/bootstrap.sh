@@ -46,7 +46,7 @@ refuse() {
             exit 1
         fi
     done
-    echo "error: $1; with uv (pip install uv): uv python install 3.$newest, then: $again=\"\$(uv python find 3.$newest)\"" >&2
+    echo "error: $1; with uv (https://docs.astral.sh/uv): uv python install 3.$newest, then: $again=\"\$(uv python find 3.$newest)\"" >&2
     exit 1
 }
 

@@ -24,7 +24,7 @@ def main() -> None:
             raise
         sys.exit(
             f"error: {program} needs the Python package {error.name}. In {sys.path[0]}, run "
-            "'make horovod' once; for the cluster commands alone, 'pip install .' is enough"
+            "'make horovod' once; for the cluster commands alone, 'make env EXTRAS=' is enough"
         )
 
 

@@ -10,9 +10,12 @@ build of each.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,6 +51,8 @@ from hvd_elastic.records.process_lock import lock_held  # noqa: E402
 BASE_PACKAGES = ("pip", *BUILD_REQUIREMENTS, *RUN_REQUIREMENTS)
 PATCH = next((ROOT / "hvd_elastic" / "install").glob("horovod-*.patch"))
 APT_LISTS = Path("/var/lib/apt/lists")
+# dpkg finishes the package that it unpacks; killed, it leaves a system that has to be repaired.
+APT_PATIENCE_S = 600.0
 ENGINE_PREREQUISITES = tuple(
     Prerequisite(name, functools.partial(find_program, name), (package,), Purpose.ENGINES, True)
     for name, package in (
@@ -87,26 +92,41 @@ def ensure_system_packages(log: Path, wanted: Sequence[Prerequisite], build: boo
     lacking = missing(wanted)
     if lacking and has_apt() and os.geteuid() == 0:
         needed = [item for item in lacking if not item.optional]
-        try:
-            _apt_install(lacking, log)
-        except BuildError:
-            if needed == lacking:
-                raise
-            if needed:  # this system may lack a package that only a part needs
-                _apt_install(needed, log)
+        if needed:
+            _apt_install(needed, log)
+        for item in lacking:
+            if item.optional and item.find() is None and is_offered(item):
+                try:
+                    _apt_install([item], log)
+                except BuildError as error:
+                    print(f"without {item.name}: {str(error).splitlines()[0]}", flush=True)
         lacking = missing(wanted)
     if not lacking:
         return
-    mend = apt_command(lacking) if has_apt() else "install them with your package manager"
     for item in lacking:
         extent = "you cannot" if not item.optional else "without it you cannot"
         print(f"missing: {item.name} ({extent} {item.purpose.value})")
+    mend = "install them with your package manager"
+    if has_apt() and (offered := [x for x in lacking if not x.optional or is_offered(x)]):
+        mend = apt_command(offered)
     print(f"  to install what is missing: {mend}", flush=True)
     fatal = [Purpose.ENVIRONMENT, Purpose.BUILD] if build else [Purpose.ENVIRONMENT]
     for purpose in fatal:
         names = ", ".join(item.name for item in lacking if item.purpose is purpose)
         if names:
             raise BuildError(f"without {names} you cannot {purpose.value}; run: {mend}")
+
+
+def is_offered(item: Prerequisite) -> bool:
+    """Return whether apt knows the packages; as long as it has read no lists, it may.
+
+    Ubuntu has no package chromium, and a command that names one installs nothing at all.
+    """
+    program = find_program("apt-cache")
+    if program is None or not any(APT_LISTS.glob("*_Packages*")):
+        return True
+    shown = [subprocess.run([program, "show", x], capture_output=True).stdout for x in item.apt]
+    return all(b"Package:" in text for text in shown)
 
 
 def _apt_install(lacking: list[Prerequisite], log: Path) -> None:
@@ -118,12 +138,20 @@ def _apt_install(lacking: list[Prerequisite], log: Path) -> None:
     print(f"  {' '.join(install)}", flush=True)
     if not any(APT_LISTS.glob("*_Packages*")):
         _apt_update(environment, log)
+    run = functools.partial(
+        run_quietly,
+        install,
+        label="Installing system packages",
+        log=log,
+        environment=environment,
+        patience_s=APT_PATIENCE_S,
+    )
     try:
-        run_quietly(install, label="Installing system packages", log=log, environment=environment)
+        run()
     except BuildError:
         # lists may be older than what the mirror still holds
         _apt_update(environment, log)
-        run_quietly(install, label="Installing system packages", log=log, environment=environment)
+        run()
 
 
 def _apt_update(environment: dict[str, str], log: Path) -> None:
@@ -158,12 +186,18 @@ def check_folders() -> None:
 
 
 def ensure_venv(venv: Path, log: Path) -> Path:
-    """The environment's interpreter; a broken environment or one of another Python is remade."""
+    """Return the environment's interpreter.
+
+    An environment that is broken, was made by another Python or was moved is made anew: its
+    programs lead to the old place.
+    """
     python = venv / "bin" / "python"
-    if python.exists() and _version_of(python) == list(sys.version_info[:2]):
+    place = made_at(venv)
+    if place is None and python.exists() and _version_of(python) == list(sys.version_info[:2]):
         return python
     if (venv / "pyvenv.cfg").exists():
-        print(f"{venv} was made by another Python or is broken; making it anew", flush=True)
+        why = f"was made as {place}" if place else "was made by another Python or is broken"
+        print(f"{venv} {why}; making it anew", flush=True)
         _empty(venv)
     # An environment leads to its Python by path, and python3 becomes another one with the system.
     version = "{}.{}".format(*sys.version_info)
@@ -171,6 +205,17 @@ def ensure_venv(venv: Path, log: Path) -> Path:
     maker = named if named.exists() and named.samefile(sys.executable) else sys.executable
     run_quietly([str(maker), "-m", "venv", str(venv)], label=f"Making {venv.name}", log=log)
     return python
+
+
+def made_at(venv: Path) -> Path | None:
+    """Return the folder for which an environment was made, or None if that is its own."""
+    with contextlib.suppress(OSError, ValueError):
+        text = (venv / "bin" / "activate").read_text(encoding="utf-8")
+        if found := re.search(r"VIRTUAL_ENV=([\"'/].*)$", text, re.MULTILINE):
+            made = Path(shlex.split(found[1])[0])
+            if made != venv and not (made.exists() and made.samefile(venv)):
+                return made
+    return None
 
 
 def _version_of(python: Path) -> list[int] | None:

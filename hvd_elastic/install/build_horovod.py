@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -33,12 +34,14 @@ from hvd_elastic.frameworks import (
     install_command,
     version_of,
 )
+from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
     PIP_CUDA,
     RECORD,
     BuildInputs,
+    ask_horovod,
     assemble_toolkit,
     cached_wheel,
     check_kept,
@@ -71,15 +74,15 @@ PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 # Memory for each compiler, with a margin.
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
-_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+# `-m pip` would run a pip.py of the working folder.
+_RUN_PIP = f"{FROM_NO_WORKING_FOLDER}import runpy; runpy.run_module('pip', None, '__main__', True)"
+_PIP = (sys.executable, "-c", _RUN_PIP, "--disable-pip-version-check", "--no-input")
 # The line of Horovod's CMakeLists.txt that compiles the XLA operations.
 _XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
-_IMPORT_CHECK = (
-    "import json, horovod.{} as hvd; print(json.dumps({{"
-    "'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), "
-    "'nccl': bool(hvd.nccl_built())}}))"
-)
-"""Program for each framework: one that imports both would not notice that each is of use alone."""
+
+
+class UnfitWheelError(BuildError):
+    """The installed wheel does not import, or lacks a part that it was to be built with."""
 
 
 def patch_digest() -> str:
@@ -305,6 +308,9 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> None:
     Raises:
         BuildError: it cannot be installed or imported.
     """
+    site = Path(sysconfig.get_path("platlib"))
+    for old in site.glob(f"horovod-*.dist-info/{INSTALLED_BUILD_FILE}"):
+        old.unlink()
     run_quietly(
         [
             *_PIP, "install", "--force-reinstall", "--no-deps", "--no-index", str(wheel),
@@ -313,39 +319,37 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> None:
         log=log,
     )  # fmt: skip
     for framework in inputs.frameworks:
-        _check_import(framework, inputs, wheel.parent, log)
-    site = Path(sysconfig.get_path("platlib"))
+        _check_import(framework, inputs, log)
     note = site / f"horovod-{inputs.horovod}.dist-info" / INSTALLED_BUILD_FILE
     note.write_text(inputs.name + "\n", encoding="utf-8")
+    with note.with_name("RECORD").open("a", encoding="utf-8") as files:  # of pip, for its uninstall
+        files.write(f"{note.relative_to(site)},,\n")
 
 
-def _check_import(framework: str, inputs: BuildInputs, folder: Path, log: Path) -> None:
+def _check_import(framework: str, inputs: BuildInputs, log: Path) -> None:
     """Import Horovod for one framework in a new process; check that it has all of ``inputs``."""
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_CHECK.format(framework)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
-    if done.returncode != 0:
-        end = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-8:])
-        raise BuildError(f"the installed Horovod does not import for {framework}:\n{end}")
-    built: dict[str, bool] = json.loads(done.stdout.strip().splitlines()[-1])
+    built, why = ask_horovod(framework)
+    if built is None:
+        end = "\n".join(f"  {line}" for line in why.splitlines()[-8:])
+        raise UnfitWheelError(f"the installed Horovod does not import for {framework}:\n{end}")
     wanted = {"gloo": True, "mpi": inputs.mpi is not None, "nccl": inputs.nccl is not None}
     lacking = [name for name, want in wanted.items() if want and not built[name]]
     if lacking:
-        raise BuildError(
+        raise UnfitWheelError(
             f"Horovod was built for {framework} without {', '.join(lacking)}; the log: {log}"
         )
 
 
 def keep_wheel(wheel: Path, inputs: BuildInputs, seconds: float) -> Path:
-    """Copy a tested wheel into the cache, atomically, where no one else can change it."""
+    """Copy a wheel into the cache, atomically, where no one else can change it."""
     folder = wheel_cache() / inputs.name
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{wheel.name}.partial"
-    shutil.copyfile(wheel, partial)
+    try:
+        shutil.copyfile(wheel, partial)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     for path in (folder.parent, folder, partial):
         path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
     record = {
@@ -366,33 +370,53 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
         print(f"{inputs.describe()} is installed")
         return
     if importlib.util.find_spec("pip") is None:
+        again = f"{shlex.quote(sys.executable)} -m ensurepip"
         raise BuildError(
-            f"{sys.executable} has no pip, which installs Horovod; run: {sys.executable} -m "
-            "ensurepip   (with uv: make the environment by `uv venv --seed`)"
+            f"{sys.executable} has no pip, which installs Horovod; run: {again}   (with uv: make "
+            "the environment by `uv venv --seed`)"
         )
     cache = wheel_cache()
     log = cache / f"{inputs.name}.log"
     waiting = "Another build of the same Horovod is running; waiting for its wheel …"
     with lock_held(cache / f"{inputs.name}.lock", lambda: print(waiting, flush=True)):
+        if not rebuild and installed_build() == inputs.name:
+            print(f"{inputs.describe()} is installed")  # by another build, meanwhile
+            return
         log.unlink(missing_ok=True)
         _install_missing(RUN_REQUIREMENTS, "what Horovod imports", log)
-        wheel = None if rebuild else cached_wheel(inputs)
-        if wheel is not None:
+        wheel = None if rebuild else _fit_wheel(inputs)
+        if wheel is None:
+            kept = _build_and_install(inputs, log, jobs)
+        else:
+            kept = f"its wheel is kept in {wheel.parent}"
             try:
-                check_kept(wheel)
                 install_wheel(wheel, inputs, log)
             except BuildError as error:
-                # the machine has changed since then, or the file is damaged
-                print(f"The kept wheel cannot be used and is built again: {error}", flush=True)
-                wheel.unlink()
-                wheel = None
-        if wheel is None:
-            wheel = _build_and_keep(inputs, log, jobs)
+                raise BuildError(
+                    f"{error}\n{kept}; to compile it again: hvd-elastic build-horovod --rebuild"
+                ) from error
         log.unlink(missing_ok=True)
-    print(f"{inputs.describe()} is installed; its wheel is kept in {wheel.parent}")
+    print(f"{inputs.describe()} is installed; {kept}")
 
 
-def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
+def _fit_wheel(inputs: BuildInputs) -> Path | None:
+    """Return a kept wheel that nobody has changed; one that is damaged is removed."""
+    wheel = cached_wheel(inputs)
+    if wheel is not None:
+        try:
+            check_kept(wheel)
+        except BuildError as error:
+            print(f"The kept wheel cannot be used and is built again: {error}", flush=True)
+            wheel.unlink()
+            return None
+    return wheel
+
+
+def _build_and_install(inputs: BuildInputs, log: Path, jobs: int | None) -> str:
+    """Build a wheel, keep it, which may fail, and install it; return where it is kept.
+
+    It stays if it cannot be installed, as on a full disk, but not if it is of no use.
+    """
     began = time.monotonic()
     temporary = Path(tempfile.gettempdir())
     check_machine(inputs, temporary)
@@ -400,8 +424,19 @@ def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
         jobs = parallel_jobs(usable_cores(), usable_memory().available)
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-build-", dir=temporary) as work:
         wheel = build_wheel(inputs, Path(work), log, jobs)
-        install_wheel(wheel, inputs, log)
-        return keep_wheel(wheel, inputs, time.monotonic() - began)
+        try:
+            wheel = keep_wheel(wheel, inputs, time.monotonic() - began)
+            kept = f"its wheel is kept in {wheel.parent}"
+        except OSError as error:
+            kept = (
+                f"its wheel is not kept, since {wheel_cache()} cannot be written: {error.strerror}"
+            )
+        try:
+            install_wheel(wheel, inputs, log)
+        except UnfitWheelError:
+            wheel.unlink()
+            raise
+        return kept
 
 
 def _install_missing(packages: Sequence[str], what: str, log: Path) -> None:

@@ -17,13 +17,20 @@ import runpy
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.frameworks import TITLES, tensorflow_version, version_of, why_no_tensorflow
-from hvd_elastic.install.prerequisites import find_program, machine_and_libc, pinned_version
+from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
+from hvd_elastic.install.prerequisites import (
+    find_program,
+    machine_and_libc,
+    openmpi_version,
+    pinned_version,
+)
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
 
 _COMPILER_PACKAGES = (
@@ -128,6 +135,14 @@ HOROVOD_VERSION = "0.28.1"
 RECORD = "build.json"
 """File beside a kept wheel: its inputs and its SHA-256."""
 
+_ASK_HOROVOD = f"""{FROM_NO_WORKING_FOLDER}
+import importlib, json
+hvd = importlib.import_module("horovod." + sys.argv[1])
+print(json.dumps({{
+    "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built()),
+}}))
+"""
+
 INSTALLED_BUILD_FILE = "HVD_ELASTIC_BUILD"
 """File in Horovod's .dist-info folder with the :attr:`BuildInputs.name` of the installed build."""
 
@@ -226,7 +241,7 @@ def detect_inputs(
         platform=machine_and_libc(),
         torch=torch["__version__"],
         tensorflow=tensorflow_version() if with_tensorflow and not why_left_out(cuda) else None,
-        mpi=_openmpi_version() if with_mpi else None,
+        mpi=openmpi_version() if with_mpi else None,
         cuda=cuda,
         nccl=_nccl_version() if cuda is not None else None,
         patch=patch_sha256[:12],
@@ -274,8 +289,17 @@ def sha256_of(file: Path) -> str:
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has a GPU on which CUDA runs."""
+    """Return whether this machine has a GPU on which CUDA runs.
+
+    Raises:
+        BuildError: nvidia-smi does not say.
+    """
     answer = ask_nvidia_smi("--query-gpu=name")
+    if answer is not None and answer.status is None:
+        raise BuildError(
+            f"nvidia-smi does not say whether there is a GPU ({answer.error}); try again, or "
+            "choose: hvd-elastic build-horovod --with-nccl or --without-nccl"
+        )
     return answer is not None and not answer.error and bool(answer.lines)
 
 
@@ -295,7 +319,44 @@ def installed_build() -> str | None:
         distribution = importlib.metadata.distribution("horovod")
     except importlib.metadata.PackageNotFoundError:
         return None
+    if distribution.read_text("METADATA") is None:  # pip has removed it, and left a file of ours
+        return None
     return (distribution.read_text(INSTALLED_BUILD_FILE) or "").strip()
+
+
+def ask_horovod(
+    framework: str,
+    timeout_s: float | None = None,
+    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run,
+) -> tuple[dict[str, bool] | None, str]:
+    """Import the installed Horovod in a new process for one framework.
+
+    One process for both would not notice that it works for each alone.
+
+    Returns:
+        What it was built with; or None, and what the process wrote on stderr.
+    """
+    try:
+        done = run(
+            [sys.executable, "-c", _ASK_HOROVOD, framework],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {timeout_s} s"
+    if done.returncode != 0:
+        return None, done.stderr.strip() or f"status {done.returncode}"
+    return json.loads(done.stdout.strip().splitlines()[-1]), ""
+
+
+def has_library(framework: str) -> bool:
+    """Return whether the installed Horovod was compiled for a framework; nothing is imported."""
+    spec = importlib.util.find_spec("horovod")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return any(any(Path(folder, framework).glob("mpi_lib*.so")) for folder in folders)
 
 
 def _torch_facts() -> dict[str, str | None]:
@@ -328,18 +389,6 @@ def why_left_out(cuda: str | None) -> str | None:
     return None if why is None else f"TensorFlow is left out: {why}"
 
 
-def _openmpi_version() -> str | None:
-    """Return the version of Open MPI, if its compiler wrapper and headers are installed."""
-    compiler = find_program("mpicxx", "mpic++")
-    if compiler is None:
-        return None
-    found = re.search(r"Open MPI v?(\S+)", _output([compiler, "--showme:version"]))
-    folders = _output([compiler, "--showme:incdirs"]).split()
-    if found is None or not any((Path(folder) / "mpi.h").is_file() for folder in folders):
-        return None
-    return found.group(1)
-
-
 def _nccl_version() -> str | None:
     header = find_nccl_header()
     if header is None:
@@ -351,19 +400,3 @@ def _nccl_version() -> str | None:
         if (found := re.search(rf"^#define\s+NCCL_{part}\s+(\d+)", text, re.MULTILINE))
     ]
     return ".".join(numbers) or None
-
-
-def _output(command: list[str]) -> str:
-    """Return the output of a short command; empty if it cannot run."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=20,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr

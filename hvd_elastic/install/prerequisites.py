@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.formatting import bytes_words
+from hvd_elastic.programs.environment import libc
 
 BUILD_SPACE_BYTES = 1_500_000_000
 """Disk space for a build of Horovod, with a margin."""
@@ -88,8 +90,36 @@ def _python_package(suffix: str) -> str:
     return f"python{sys.version_info.major}.{sys.version_info.minor}-{suffix}"
 
 
+def openmpi_version() -> str | None:
+    """Return the version of Open MPI, if its compiler wrapper and headers are installed."""
+    compiler = find_program("mpicxx", "mpic++")
+    if compiler is None:
+        return None
+    found = re.search(r"Open MPI v?(\S+)", _output([compiler, "--showme:version"]))
+    folders = _output([compiler, "--showme:incdirs"]).split()
+    if found is None or not any((Path(folder) / "mpi.h").is_file() for folder in folders):
+        return None
+    return found.group(1)
+
+
+def _output(command: list[str]) -> str:
+    """Return the output of a short command; empty if it cannot run."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
 def _find_openmpi() -> str | None:
-    return find_program("mpicxx", "mpic++") and find_program("mpirun")
+    return find_program("mpirun") if openmpi_version() else None
 
 
 PREREQUISITES: tuple[Prerequisite, ...] = (
@@ -114,11 +144,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 def machine_and_libc() -> str:
     """Return what compiled code fits, such as ``x86_64-glibc2.36``."""
-    try:
-        libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
-    except (ValueError, OSError):
-        libc = ""
-    return f"{platform.machine()}-{libc or 'libc'}"
+    return f"{platform.machine()}-{libc().replace(' ', '') or 'libc'}"
 
 
 def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:

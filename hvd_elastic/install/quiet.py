@@ -121,11 +121,17 @@ def run_quietly(
     log: Path,
     environment: Mapping[str, str] | None = None,
     percentage: Callable[[str], int | None] = lambda _: None,
+    patience_s: float = 5.0,
 ) -> None:
     """Run ``command`` with its output appended to ``log``.
 
-    The program has its own process group, which is killed if this process is interrupted, so that
-    no compiler keeps running.
+    The program has its own process group, which is interrupted and then killed if this process is
+    interrupted, so that no compiler keeps running.
+
+    Args:
+        percentage: returns the progress in a line of output [%], or None.
+        patience_s: how long an interrupted program may take to end [s]; a second interruption
+            kills it at once.
 
     Raises:
         BuildError: it could not be started, or its exit status is not 0; the message has the
@@ -158,10 +164,15 @@ def run_quietly(
                 progress.update(percentage(line))
             status = process.wait()
         except BaseException:
-            progress.finish("interrupted")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                _signal_group(process, signal.SIGINT)
+                with contextlib.suppress(OSError):  # who reads our output may have ended first
+                    progress.finish("interrupted")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=patience_s)
+            finally:
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
             raise
         finally:
             assert process.stdout is not None
@@ -175,6 +186,11 @@ def run_quietly(
             f"{label} failed with status {status}{cause}\n{told}\nThe whole log: {log}"
         )
     progress.finish("done")
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
 def telling_lines(lines: Sequence[str], limit: int = 20) -> list[str]:
@@ -240,16 +256,24 @@ def _appending(log: Path) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _terminated_as_exception() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit while a child runs, so that the child is ended too."""
+    """Turn SIGTERM and SIGHUP into SystemExit while a child runs, so that the child is ended too.
+
+    And so that its temporary folder is removed. A SIGHUP that nohup has disabled stays disabled.
+    """
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] != signal.SIG_IGN:
+            signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in numbers:
+            signal.signal(number, before[number])
 
 
 def _minutes(seconds: float) -> str:

@@ -33,6 +33,11 @@ PYTHON_S = 20.0
 WAIT_S = 120.0
 PAUSE_S = 0.1
 MOST_NAMED = 3
+# What this package makes in HVD_ELASTIC_HOME, a folder that may hold the user's own files too.
+OF_HOME = (
+    *("runs", "spool", "clusters", "keepers", "searches", "virtual", "ray", "clouds"),
+    *("cloud_owner", "hostfiles", "known_hosts"),
+)
 
 
 def new_name(prefix: str) -> str:
@@ -196,7 +201,8 @@ def wait_for_stamp(prefix: str, stamp: str) -> str:
 def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
     """Return what this package has on this host: name, path, size, and why it must stay, or "".
 
-    An environment that was made on this host is not named "environment".
+    An environment that was made on this host is not named "environment". Of the folder of runs
+    only what this package has made counts; "others" names what else is there, and stays.
 
     Args:
         prefix: folder of the environment; "" if there is none.
@@ -222,8 +228,32 @@ def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
             why = in_use(str(path))
         elif is_in_use(path):
             why = "a process has it in use"
-        found.append({"name": name, "path": str(path), "bytes": size_of(path), "stays": why})
+        sizes = map(size_of, [path / part for part in OF_HOME] if name == "runs" else [path])
+        others = others_in(path) if name == "runs" else ""
+        found.append(
+            {"name": name, "path": str(path), "bytes": sum(sizes), "stays": why, "others": others}
+        )
     return found
+
+
+def others_in(home: Path) -> str:
+    """Name what a folder of runs holds that this package has not made; "" if nothing."""
+    with contextlib.suppress(OSError):
+        names = sorted({each.name for each in home.iterdir()}.difference(OF_HOME))
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return f"{', '.join(names[:MOST_NAMED])}{more}"
+    return ""
+
+
+def remove_from_home(home: Path) -> str:
+    """Remove what this package has made in a folder of runs; return why that failed, or ""."""
+    for part in OF_HOME:
+        why = remove_path(home / part)
+        if why:
+            return f"{part}: {why}"
+    with contextlib.suppress(OSError):  # there is something else in it, which stays
+        home.rmdir()
+    return ""
 
 
 def remove(prefix: str, names: list[str], home: str = "") -> list[dict[str, Any]]:
@@ -232,7 +262,8 @@ def remove(prefix: str, names: list[str], home: str = "") -> list[dict[str, Any]
     for each in found:
         each["removed"] = False
         if each["name"] in names and not each["stays"]:
-            each["stays"] = remove_path(Path(each["path"]))
+            take = remove_from_home if each["name"] == "runs" else remove_path
+            each["stays"] = take(Path(each["path"]))
             each["removed"] = not each["stays"]
     return found
 
@@ -241,7 +272,6 @@ ACTIONS = {
     "look": describe_environment,
     "seed": seed,
     "switch": switch,
-    "left": left,
     "remove": remove,
 }
 

@@ -92,7 +92,8 @@ def cuda_of_torch() -> str | None:
 def look_at_folder(folder: str) -> dict[str, Any]:
     """Return the free bytes of a folder (which may not exist yet) and why it is not writable."""
     path = Path(folder).expanduser()
-    while not path.exists() and path != path.parent:
+    # Path.exists raises PermissionError below a folder that this user may not enter
+    while not os.path.exists(str(path)) and path != path.parent:  # noqa: PTH110
         path = path.parent
     found: dict[str, Any] = {"free": None, "refused": None}
     try:

@@ -27,6 +27,7 @@ from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stoppe
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER, run_script
 from hvd_elastic.hosts.ssh import connect
+from hvd_elastic.install.horovod_wheel import has_library
 from hvd_elastic.programs.environment import STAMP, identity, libc, new_name
 from hvd_elastic.tools.check.checks import (
     COMPARED,
@@ -281,7 +282,7 @@ class Installation:
         """Return the task that compares an environment with this one and imports from it."""
         settings = CheckSettings()
         here = leader_facts(settings)
-        used = [name for name in FRAMEWORKS if here["packages"][name]]
+        used = used_frameworks(here["packages"])
         python = f"{prefix}/bin/python"
 
         def check(connection: Connection) -> None:
@@ -311,6 +312,19 @@ class Installation:
             if not result.ok:
                 name = result.host.name
                 done[name] = replace(done[name], note=f"Horovod's wheel: {result.error}")
+
+
+def used_frameworks(packages: Mapping[str, str | None]) -> list[str]:
+    """Return the frameworks with which this environment trains: Horovod is compiled for them.
+
+    One for GPUs is not compiled for TensorFlow, which may be installed all the same. If Horovod is
+    compiled for none, all that are installed are returned, whose imports say so.
+
+    Args:
+        packages: installed versions by the name of the package.
+    """
+    installed = [name for name in FRAMEWORKS if packages[name]]
+    return [name for name in installed if has_library(name)] or installed
 
 
 def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
@@ -380,8 +394,8 @@ def uninstall(
         fanout: maximum number of hosts at a time.
 
     Yields:
-        For each host a list of "name", "path", "bytes", "stays" (why it cannot be removed, or "")
-        and "removed".
+        For each host a list of "name", "path", "bytes", "stays" (why it cannot be removed, or ""),
+        "others" (what else is in a folder of runs, and stays) and "removed".
     """
 
     def on_host(host: Host, stopper: Stopper) -> list[dict[str, Any]]:

@@ -263,6 +263,8 @@ def uninstall(
             state = f"stays, unless you give --only {each['name']}"
             if each["name"] == "cache":
                 state += "; all environments of this user share it"
+        if each["others"]:
+            state += f"; not ours, and stays: {each['others']}"
         return f"{each['name']}  {each['path']}  {bytes_words(each['bytes'])}  {state}"
 
     def shown() -> Iterator[HostResult[list[dict[str, Any]]]]:
@@ -334,8 +336,11 @@ def build_horovod(
         print(why, flush=True)
     try:
         provide_horovod(inputs, rebuild=rebuild, jobs=jobs)
-    except PermissionError as error:
+    except BrokenPipeError:  # of our own output
+        raise
+    except OSError as error:
+        place = error.filename2 or error.filename or "a file"
         raise BuildError(
-            f"{error.filename} cannot be written; the wheel's folder is under XDG_CACHE_HOME, the "
-            "build's under TMPDIR: name others there"
+            f"{place} cannot be written: {error.strerror}; the wheel's folder is under "
+            "XDG_CACHE_HOME, the build's under TMPDIR: free space there, or name others"
         ) from error

@@ -10,9 +10,8 @@ import json
 import os
 import pwd
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -26,6 +25,7 @@ from packaging.specifiers import SpecifierSet
 from hvd_elastic import __version__
 from hvd_elastic.cli.options import AsJson
 from hvd_elastic.config import home, nearest_existing
+from hvd_elastic.errors import BuildError
 from hvd_elastic.formatting import bytes_words, count, unfiltered
 from hvd_elastic.frameworks import (
     LIGHTNING_REQUIREMENT,
@@ -44,11 +44,17 @@ from hvd_elastic.frameworks import (
     why_no_transformers,
 )
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
-from hvd_elastic.install.horovod_wheel import has_gpu, installed_build, torch_cuda, wheel_cache
+from hvd_elastic.install.horovod_wheel import (
+    ask_horovod,
+    has_gpu,
+    installed_build,
+    torch_cuda,
+    wheel_cache,
+    why_left_out,
+)
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
     Prerequisite,
-    Purpose,
     apt_command,
     has_apt,
 )
@@ -58,14 +64,6 @@ from hvd_elastic.virtual.netns import why_no_namespaces
 _BUILD_WITH = "hvd-elastic build-horovod"
 _LOW_DISK_BYTES = 2_000_000_000
 _HOROVOD_TIMEOUT_S = 120
-
-_ASK_HOROVOD = """
-import importlib, json, sys
-hvd = importlib.import_module("horovod." + sys.argv[1])
-print(json.dumps({
-    "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built()),
-}))
-"""
 
 
 class Health(str, Enum):
@@ -276,20 +274,28 @@ def _horovod(*, imports: bool = True) -> Finding:
     parts, failures = [], []
     names = list(_versions())
     with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(lambda name: _built_with(sys.executable, name), names))
+        answers = list(pool.map(lambda name: ask_horovod(name, _HOROVOD_TIMEOUT_S), names))
     for name, (built, why) in zip(names, answers, strict=True):
         if built is None:
-            failures.append(f"{TITLES[name]}: {why}")
+            failures.append(f"{TITLES[name]}: {why.splitlines()[-1].strip()}")
         elif not built.get("gloo"):
             failures.append(f"{TITLES[name]}: built without gloo, which elastic runs need")
         else:
             has = ", ".join(f"{part} {'yes' if yes else 'no'}" for part, yes in built.items())
             parts.append(f"{TITLES[name]} ({has})")
     found = f"{version} built for {' and '.join(parts)}" if parts else f"{version} is of no use"
+    if not names:
+        found, mend = f"{version}; no framework to train with", f"install one, then {_BUILD_WITH}"
+        return Finding("horovod", Health.MISSING, found, mend)
+    answered = dict(zip(names, answers, strict=True))
+    has_nccl = "torch" in names and bool((answered["torch"][0] or {}).get("nccl"))
+    needs_nccl = "torch" in names and torch_cuda() is not None and (has_nccl or _has_gpu())
     if failures:
-        health = Health.OPTIONAL if parts else Health.MISSING
-        return Finding("horovod", health, f"{found}; not for {'; '.join(failures)}", _BUILD_WITH)
-    if "torch" in names and torch_cuda() and has_gpu() and "-nccl-" not in build:
+        health, mend = Health.OPTIONAL if parts else Health.MISSING, _BUILD_WITH
+        if parts and needs_nccl and not answered.get("tensorflow", (True,))[0]:
+            mend = why_left_out(torch_cuda()) or mend
+        return Finding("horovod", health, f"{found}; not for {'; '.join(failures)}", mend)
+    if needs_nccl and not has_nccl:
         why = f"{found}; without NCCL, so ranks on GPUs of this machine cannot train"
         return Finding("horovod", Health.OPTIONAL, why, f"{_BUILD_WITH} --with-nccl")
     if not build:
@@ -298,28 +304,11 @@ def _horovod(*, imports: bool = True) -> Finding:
     return Finding("horovod", Health.GOOD, found)
 
 
-def _built_with(
-    python: str,
-    framework: str,
-    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run,
-) -> tuple[dict[str, bool] | None, str]:
-    """Return what the installed Horovod was built with, or None and the reason of its failure."""
+def _has_gpu() -> bool:
     try:
-        done = run(
-            [python, "-c", _ASK_HOROVOD, framework],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_HOROVOD_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {_HOROVOD_TIMEOUT_S} s"
-    if done.returncode != 0:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        return None, last[0].strip() if last else f"status {done.returncode}"
-    answer: dict[str, bool] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer, ""
+        return has_gpu()
+    except BuildError:  # the line of the GPU tells why
+        return False
 
 
 def _prerequisite(item: Prerequisite) -> Finding:
@@ -327,12 +316,9 @@ def _prerequisite(item: Prerequisite) -> Finding:
     if found is not None:
         return Finding(item.name, Health.GOOD, found)
     mend = apt_command([item], sudo=os.geteuid() != 0) if has_apt() else f"install {item.name}"
-    # A host that only runs workers needs no compiler, and a leader needs no sshd.
-    needed = item.purpose is Purpose.CLUSTER and not item.optional and item.name == "ssh"
-    health = Health.MISSING if needed else Health.OPTIONAL
-    return Finding(
-        item.name, health, f"not found; without it you cannot {item.purpose.value}", mend
-    )
+    # A host that only runs workers needs no compiler, and a leader connects without ssh and sshd.
+    found = f"not found; without it you cannot {item.purpose.value}"
+    return Finding(item.name, Health.OPTIONAL, found, mend)
 
 
 def _gpu() -> Finding:
@@ -343,7 +329,12 @@ def _gpu() -> Finding:
         return Finding("gpu", Health.OPTIONAL, "nvidia-smi does not answer")
     if answer.error or not answer.lines:
         return Finding("gpu", Health.OPTIONAL, "nvidia-smi finds none")
-    return Finding("gpu", Health.GOOD, f"{len(answer.lines)} x {answer.lines[0]}")
+    found = f"{len(answer.lines)} x {answer.lines[0]}"
+    if "torch" in _versions() and torch_cuda() is None:
+        why = f"{found}; PyTorch {version_of('torch')} is for CPUs and does not use it"
+        mend = f"install a PyTorch for CUDA, as PyPI has it, then {_BUILD_WITH}"
+        return Finding("gpu", Health.OPTIONAL, why, mend)
+    return Finding("gpu", Health.GOOD, found)
 
 
 def _wheels() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -115,10 +116,12 @@ def without_secrets(text: str, known: Collection[str]) -> tuple[str, int]:
         text = text.replace(value, _REMOVED)
     for pattern in _SECRETS:
         text = pattern.sub(replace, text)
-    home, user = str(Path.home()), getpass.getuser()
+    home, user = str(Path.home()), ""
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no account
+        user = getpass.getuser()
     if home != "/":
         text = text.replace(home, "~")
-    if user != "root":
+    if user not in ("", "root"):
         text = re.sub(rf"\b{re.escape(user)}\b", "USER", text)
     return text, removed
 
@@ -126,7 +129,9 @@ def without_secrets(text: str, known: Collection[str]) -> tuple[str, int]:
 def _parts(folder: RunFolder | None) -> Iterator[str]:
     yield f"# hvd_elastic {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield f"\n## packages of {sys.prefix}\n"
-    found = {each.name: each.version for each in distributions() if _PACKAGES.match(each.name)}
+    # a package without a name is one that was removed, of which a file is left
+    named = [each for each in distributions() if each.name]
+    found = {each.name: each.version for each in named if _PACKAGES.match(each.name)}
     yield from (f"{name} {version}" for name, version in sorted(found.items()))
     # The logs of a run say what its imports did, which takes seconds of all cores to try.
     yield f"\n## hvd-elastic doctor\n\n{render(diagnose(imports=folder is None))}"

@@ -122,10 +122,12 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
     def clocks(self) -> dict[str, tuple[float, float]]:
         """Return how far each host's clock is ahead of ours, and the uncertainty of that [s]."""
         found: dict[str, tuple[float, float]] = {}
-        for name, node in self._nodes.items():
+        for name in self.names:
             for _ in range(CLOCK_ASKS):
+                if name not in self._nodes:  # it has not answered
+                    break
                 before = time.time()
-                answer = self._ask({name: {"do": "clock"}}).get(node.host.name, {})
+                answer = self._ask({name: {"do": "clock"}}).get(name, {})
                 after = time.time()
                 if "clock" in answer:
                     one = (answer["clock"] - (before + after) / 2, (after - before) / 2)

@@ -186,7 +186,7 @@ def test_uninstall_of_this_machine_lists_first_and_keeps_runs(tmp_path: Path) ->
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     path = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
-    for name in ("cache/hvd_elastic/wheels", "home/runs/digits-1"):
+    for name in ("cache/hvd_elastic/wheels", "home/runs/digits-1", "home/imagenet"):
         (tmp_path / name).mkdir(parents=True)
     folders = {"XDG_CACHE_HOME": f"{tmp_path}/cache", "HVD_ELASTIC_HOME": f"{tmp_path}/home"}
     folders["PYTHONPATH"] = path
@@ -204,10 +204,11 @@ def test_uninstall_of_this_machine_lists_first_and_keeps_runs(tmp_path: Path) ->
     listed = uninstall()
     shared = "stays, unless you give --only cache; all environments of this user share it"
     assert f"cache  {tmp_path}/cache/hvd_elastic  0 B  {shared}" in listed.stdout
-    assert f"runs  {tmp_path}/home  0 B  stays, unless you give --only runs" in listed.stdout
+    runs = "stays, unless you give --only runs; not ours, and stays: imagenet"
+    assert f"runs  {tmp_path}/home  0 B  {runs}" in listed.stdout
     assert uninstall("--yes").returncode == 0
     assert (tmp_path / "cache/hvd_elastic/wheels").is_dir()
     done = uninstall("--only", "cache", "--yes")
     assert done.returncode == 0, done.stderr
     assert f"cache  {tmp_path}/cache/hvd_elastic  0 B  removed" in done.stdout
-    assert [path.name for path in tmp_path.glob("[ch]*/*")] == ["runs"]
+    assert sorted(path.name for path in tmp_path.glob("[ch]*/*")) == ["imagenet", "runs"]

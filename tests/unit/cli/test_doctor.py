@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import pwd
-import subprocess
 
 import pytest
 
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.machine import doctor
 from hvd_elastic.cli.machine.doctor import Finding, Health, render
+from hvd_elastic.errors import BuildError
+from hvd_elastic.install import horovod_wheel
+from hvd_elastic.install.prerequisites import PREREQUISITES
+from hvd_elastic.programs.nvidia import Answer
 
 GOOD = Finding("torch", Health.GOOD, "2.13.0")
 ABSENT = Finding("horovod", Health.MISSING, "not installed", "hvd-elastic build-horovod")
@@ -63,37 +67,13 @@ def test_the_real_diagnosis_names_every_part():
 def test_a_user_to_whom_sshd_gives_no_commands_is_told_so(monkeypatch):
     account = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/usr/sbin/nologin"))
     monkeypatch.setattr(pwd, "getpwuid", lambda _: account)
-    monkeypatch.setattr(doctor, "_built_with", lambda *_: ({"gloo": True}, ""))
+    monkeypatch.setattr(doctor, "ask_horovod", lambda *_: ({"gloo": True}, ""))
     monkeypatch.setattr(doctor, "why_no_namespaces", lambda: None)
     found = {finding.name: finding for finding in doctor.diagnose()}
     assert found["login shell"].health is Health.OPTIONAL
     assert "user ann has the login shell /usr/sbin/nologin" in found["login shell"].found
     assert found["login shell"].mend == "as root: usermod --shell /bin/bash ann"
     assert found["virtual hosts"].health is Health.OPTIONAL
-
-
-def answer(status: int, out: str = "", err: str = ""):
-    def run(*_, **__):
-        return subprocess.CompletedProcess([], status, out, err)
-
-    return run
-
-
-def test_a_horovod_that_crashes_on_import_is_reported_with_its_last_line():
-    built, why = doctor._built_with(
-        "python", "torch", answer(1, err="Trace\nImportError: libmpi.so\n\n")
-    )
-    assert (built, why) == (None, "ImportError: libmpi.so")
-    assert doctor._built_with("python", "torch", answer(-11)) == (None, "status -11")
-
-
-def test_a_horovod_that_hangs_is_reported():
-    def run(*_, **__):
-        raise subprocess.TimeoutExpired("python", 1)
-
-    built, why = doctor._built_with("python", "torch", run)
-    assert built is None
-    assert "no answer" in why
 
 
 def has(monkeypatch, **versions: str | None) -> None:
@@ -182,15 +162,93 @@ def test_a_root_that_may_not_make_namespaces_is_told_so(monkeypatch):
 def test_a_horovod_without_nccl_on_a_machine_with_a_gpu_is_told(monkeypatch):
     has(monkeypatch, torch="2.13.0", horovod="0.28.1")
     monkeypatch.setattr(doctor, "torch_cuda", lambda: "13.0")
-    monkeypatch.setattr(doctor, "_built_with", lambda *_: ({"gloo": True}, ""))
-    for gpu, build, health in (
-        (True, "horovod-0.28.1-patch-0123", Health.OPTIONAL),
-        (True, "horovod-0.28.1-nccl-2.29.7-patch-0123", Health.GOOD),
-        (False, "horovod-0.28.1-patch-0123", Health.GOOD),
+    for gpu, build, nccl, told in (
+        (True, "horovod-0.28.1-patch-0123", False, "without NCCL"),
+        (True, "", False, "without NCCL"),
+        (True, "", True, "not our patched build"),
+        (True, "horovod-0.28.1-nccl-2.29.7-patch-0123", True, None),
+        (False, "horovod-0.28.1-patch-0123", False, None),
     ):
+        answer = {"gloo": True, "nccl": nccl}, ""
+        monkeypatch.setattr(doctor, "ask_horovod", lambda *_, answer=answer: answer)
         monkeypatch.setattr(doctor, "has_gpu", lambda gpu=gpu: gpu)
         monkeypatch.setattr(doctor, "installed_build", lambda build=build: build)
-        assert doctor._horovod().health is health
+        finding = doctor._horovod()
+        assert finding.health is (Health.OPTIONAL if told else Health.GOOD)
+        assert (told or "") in finding.found
+
+
+def test_on_gpus_building_again_is_not_advised_for_tensorflow(monkeypatch):
+    """It is left out there, with NCCL."""
+    has(monkeypatch, torch="2.13.0", tensorflow="2.21.0", keras="3.15.1", horovod="0.28.1")
+    monkeypatch.setattr(horovod_wheel, "tensorflow_version", lambda: "2.21.0")
+    monkeypatch.setattr(doctor, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
+    monkeypatch.setattr(doctor, "installed_build", lambda: "horovod-0.28.1-cuda-13.0-patch-0123")
+    answers = {"torch": ({"gloo": True, "nccl": True}, ""), "tensorflow": (None, "no library")}
+    monkeypatch.setattr(doctor, "ask_horovod", lambda name, _: answers[name])
+    assert "--without-nccl builds for both frameworks on CPUs" in doctor._horovod().mend
+    answers = {"torch": (None, "no library"), "tensorflow": ({"gloo": True}, "")}
+    assert doctor._horovod().mend == "hvd-elastic build-horovod"
+
+
+def test_a_horovod_without_a_framework_is_not_well(monkeypatch):
+    has(monkeypatch, horovod="0.28.1")
+    monkeypatch.setattr(doctor, "installed_build", lambda: "horovod-0.28.1-patch-0123")
+    finding = doctor._horovod()
+    assert (finding.health, finding.found) == (
+        Health.MISSING,
+        "0.28.1; no framework to train with",
+    )
+
+
+def nvidia_smi(monkeypatch: pytest.MonkeyPatch, lines: list[str], status: int | None) -> None:
+    answer = Answer(lines, status, "" if status == 0 else "it timed out after 8 s")
+    for module in (doctor, horovod_wheel):
+        monkeypatch.setattr(module, "ask_nvidia_smi", lambda *_: answer)
+
+
+def test_a_pytorch_for_cpus_beside_a_gpu_is_told(monkeypatch):
+    nvidia_smi(monkeypatch, ["NVIDIA H200"], 0)
+    has(monkeypatch, torch="2.13.0+cpu")
+    for cuda, health in ((None, Health.OPTIONAL), ("13.0", Health.GOOD)):
+        monkeypatch.setattr(doctor, "torch_cuda", lambda cuda=cuda: cuda)
+        assert doctor._gpu().health is health
+    has(monkeypatch, tensorflow="2.21.0", keras="3.15.1")
+    monkeypatch.setattr(doctor, "torch_cuda", lambda: None)
+    assert doctor._gpu().health is Health.GOOD
+
+
+def test_an_nvidia_smi_that_does_not_answer_does_not_mean_that_there_is_no_gpu(monkeypatch):
+    nvidia_smi(monkeypatch, [], None)
+    torch = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
+    monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: torch)
+    with pytest.raises(BuildError, match=r"\(it timed out after 8 s\).* --with-nccl or"):
+        horovod_wheel.detect_inputs("x")
+    assert horovod_wheel.detect_inputs("x", with_nccl=False).cuda is None
+    has(monkeypatch, torch="2.13.0+cu130", horovod="0.28.1")
+    monkeypatch.setattr(doctor, "installed_build", lambda: "horovod-0.28.1-patch-0123")
+    monkeypatch.setattr(doctor, "ask_horovod", lambda *_: ({"gloo": True, "nccl": False}, ""))
+    assert doctor._horovod().health is Health.GOOD
+    assert doctor._gpu().found == "nvidia-smi does not answer"
+
+
+def test_no_prerequisite_keeps_this_machine_from_training(monkeypatch, tmp_path):
+    """Not even ssh: connections are paramiko's."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("hvd_elastic.install.prerequisites.SYSTEM_FOLDERS", ())
+    found = {item.name: doctor._prerequisite(item) for item in PREREQUISITES}
+    assert found["ssh"].found.startswith("not found")
+    assert Health.MISSING not in {each.health for each in found.values()}
+
+
+def test_an_mpirun_of_mpich_is_no_open_mpi(monkeypatch, tmp_path):
+    for name in ("mpirun", "mpicxx"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'Unable to interpret --showme' >&2\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (openmpi,) = (item for item in PREREQUISITES if item.name == "Open MPI")
+    assert doctor._prerequisite(openmpi).health is Health.OPTIONAL
 
 
 @pytest.mark.parametrize(
@@ -210,7 +268,7 @@ def test_what_horovod_is_built_for_is_told_for_each_framework(monkeypatch, works
     monkeypatch.setattr(doctor, "installed_build", lambda: "horovod-0.28.1-patch-0123")
     answers = {name: ({"gloo": True, "mpi": False}, "") for name in works}
     monkeypatch.setattr(
-        doctor, "_built_with", lambda _, name: answers.get(name, (None, "no library"))
+        doctor, "ask_horovod", lambda name, _: answers.get(name, (None, "no library"))
     )
     finding = doctor._horovod()
     assert finding.health is health
@@ -219,15 +277,10 @@ def test_what_horovod_is_built_for_is_told_for_each_framework(monkeypatch, works
 
 
 def test_horovod_is_named_by_its_build_where_it_is_not_imported(monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "_built_with", None)
+    monkeypatch.setattr(doctor, "ask_horovod", None)
     monkeypatch.setattr(doctor, "installed_build", lambda: "horovod-0.28.1-torch-2.13.0")
     finding = doctor._horovod(imports=False)
     assert "horovod-0.28.1-torch-2.13.0; not imported" in finding.found
-
-
-def test_what_horovod_prints_before_its_answer_is_ignored():
-    built, _ = doctor._built_with("python", "torch", answer(0, 'a banner\n{"gloo": true}\n'))
-    assert built == {"gloo": True}
 
 
 def test_a_home_that_cannot_be_written_is_missing(monkeypatch, tmp_path):

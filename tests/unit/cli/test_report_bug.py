@@ -63,3 +63,22 @@ def test_a_report_has_versions_events_and_logs(
     for part in ("hvd-elastic 0.1", "gpu  2", '"kind": "run_started"', "the end \\xff"):
         assert part in found
     assert found.count("line\n") == 199
+
+
+def test_a_package_that_was_removed_but_for_a_file_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "horovod-0.28.1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(report_bug, "diagnose", lambda **_: [])
+    monkeypatch.setattr(report_bug, "render", lambda _: "all is well")
+    assert "all is well" in "".join(report_bug._parts(None))
+
+
+@pytest.mark.parametrize("error", [KeyError, OSError])
+def test_a_user_without_an_account_can_report_a_bug(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """As in a container; the error depends on the version of Python."""
+    monkeypatch.setattr("getpass.getuser", Mock(side_effect=error))
+    assert without_secrets("token=abcdef1234 of user 1234", ())[0] == "token=[removed] of user 1234"

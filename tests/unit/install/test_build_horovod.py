@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import io
 import json
@@ -375,6 +376,47 @@ def test_all_that_pip_installs_for_a_build_is_pinned_with_digests(tmp_path):
     assert prerequisites.pinned_version("horovod") == horovod_wheel.HOROVOD_VERSION
 
 
+# --- other programs -------------------------------------------------------------------------------
+
+
+def answer(status: int, out: str = "", err: str = ""):
+    def run(*_, **__):
+        return subprocess.CompletedProcess([], status, out, err)
+
+    return run
+
+
+def test_a_horovod_that_crashes_on_import_is_reported():
+    built, why = horovod_wheel.ask_horovod("torch", run=answer(1, err="Trace\nno libmpi.so\n\n"))
+    assert (built, why) == (None, "Trace\nno libmpi.so")
+    assert horovod_wheel.ask_horovod("torch", run=answer(-11)) == (None, "status -11")
+
+
+def test_a_horovod_that_hangs_is_reported():
+    def run(*_, **__):
+        raise subprocess.TimeoutExpired("python", 1)
+
+    built, why = horovod_wheel.ask_horovod("torch", 1.0, run)
+    assert built is None
+    assert "no answer" in why
+
+
+def test_what_horovod_prints_before_its_answer_is_ignored():
+    built, _ = horovod_wheel.ask_horovod("torch", run=answer(0, 'a banner\n{"gloo": true}\n'))
+    assert built == {"gloo": True}
+
+
+def test_no_code_of_the_working_folder_is_run(tmp_path, monkeypatch):
+    """Which may be /tmp, where anybody may have put it."""
+    for name in ("json.py", "importlib.py", "horovod.py", "pip.py", "runpy.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'a')")
+    monkeypatch.chdir(tmp_path)
+    horovod_wheel.ask_horovod("none")
+    done = subprocess.run([*build_horovod._PIP, "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("pip ")
+    assert not (tmp_path / "ran").exists()
+
+
 # --- what is checked before anything is compiled --------------------------------------------------
 
 
@@ -525,6 +567,54 @@ def test_a_kept_wheel_that_does_not_work_is_built_anew(workshop, capsys):
     assert "built again" in capsys.readouterr().out
 
 
+def test_a_failed_installation_leaves_the_wheel_and_compiles_nothing_again(workshop, monkeypatch):
+    """Be it for a full disk, or a PyTorch that does not import."""
+    really_install = build_horovod.install_wheel
+
+    def fail(*_):
+        raise BuildError("No space left on device")
+
+    monkeypatch.setattr(build_horovod, "install_wheel", fail)
+    with pytest.raises(BuildError, match="No space left"):
+        build_horovod.provide_horovod(INPUTS)
+    kept = horovod_wheel.cached_wheel(INPUTS)
+    assert kept is not None
+    with pytest.raises(BuildError, match=r"No space left(.|\n)*build-horovod --rebuild"):
+        build_horovod.provide_horovod(INPUTS)
+    assert horovod_wheel.cached_wheel(INPUTS) == kept
+    monkeypatch.setattr(build_horovod, "install_wheel", really_install)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install"]
+
+
+def test_a_new_wheel_that_does_not_import_is_not_kept(workshop, monkeypatch):
+    def fail(*_):
+        raise build_horovod.UnfitWheelError("undefined symbol")
+
+    monkeypatch.setattr(build_horovod, "install_wheel", fail)
+    with pytest.raises(BuildError, match="undefined symbol"):
+        build_horovod.provide_horovod(INPUTS)
+    assert horovod_wheel.cached_wheel(INPUTS) is None
+
+
+def test_a_wheel_that_cannot_be_kept_is_installed(workshop, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build_horovod, "keep_wheel", fail)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install"]
+    assert "its wheel is not kept, since" in capsys.readouterr().out
+
+
+def test_of_two_at_once_in_one_environment_the_second_installs_nothing(workshop, monkeypatch):
+    """The first one's training may have begun."""
+    answers = iter([None, INPUTS.name])  # before it waits for the lock, and after
+    monkeypatch.setattr(build_horovod, "installed_build", lambda: next(answers))
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == []
+
+
 def test_a_failed_build_keeps_nothing(workshop, monkeypatch):
     def fail(*_):
         raise BuildError("no")
@@ -568,6 +658,30 @@ def test_of_two_at_once_one_builds_and_the_other_waits_and_uses_its_wheel(
     assert workshop == ["build", "install", "install"]
 
 
+def test_a_horovod_that_pip_has_removed_is_not_installed(tmp_path, monkeypatch):
+    """pip removes what RECORD names: what was built before our note was in it is left."""
+    info = tmp_path / "horovod-0.28.1.dist-info"
+    info.mkdir()
+    (info / horovod_wheel.INSTALLED_BUILD_FILE).write_text(INPUTS.name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(build_horovod, "_check_import", lambda *_: None)
+    assert horovod_wheel.installed_build() is None
+
+    def install(*_, **__):
+        assert not (info / horovod_wheel.INSTALLED_BUILD_FILE).exists(), "it is of the former one"
+        (info / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
+        (info / "RECORD").write_text("horovod/__init__.py,,\n")
+
+    monkeypatch.setattr(build_horovod, "run_quietly", install)
+    build_horovod.install_wheel(tmp_path / "horovod.whl", INPUTS, tmp_path / "log")
+    assert horovod_wheel.installed_build() == INPUTS.name
+    assert (info / "RECORD").read_text().splitlines() == [
+        "horovod/__init__.py,,",
+        f"horovod-0.28.1.dist-info/{horovod_wheel.INSTALLED_BUILD_FILE},,",
+    ]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -586,15 +700,19 @@ def test_a_failure_is_one_message_on_stderr(workshop, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: the disk is full\n"
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_variables(workshop, monkeypatch, capsys):
+@pytest.mark.parametrize("fault", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+def test_a_folder_that_cannot_be_written_is_named_with_the_variables(
+    workshop, monkeypatch, capsys, fault
+):
     def fail(*_):
-        raise PermissionError(13, "Permission denied", "/cache/wheels")
+        raise OSError(fault, os.strerror(fault), "/cache/wheels")
 
     monkeypatch.setattr(build_horovod, "build_wheel", fail)
     assert command() == 1
-    assert "error: /cache/wheels cannot be written; the wheel's folder is under XDG_CACHE" in (
-        capsys.readouterr().err
+    why = (
+        f"error: /cache/wheels cannot be written: {os.strerror(fault)}; the wheel's folder is under"
     )
+    assert f"{why} XDG_CACHE_HOME" in capsys.readouterr().err
 
 
 def test_no_compilers_is_wrong_usage(capsys):

@@ -99,7 +99,7 @@ def calls(checkout):
     diary = checkout / "diary"
     diary.touch()
     program(checkout / "bin/python3", f'[ "$1" = -c ] || echo "$@" >> "{diary}"')
-    program(checkout / ".venv/bin/python", f'echo "$@" >> "{diary}"')
+    program(checkout / ".venv/bin/python", f'[ "$1" = -c ] || echo "$@" >> "{diary}"')
 
     def read(*arguments: str) -> list[str]:
         done = make(checkout, *arguments, path=f"{checkout}/bin")
@@ -128,6 +128,27 @@ def test_the_demo_needs_pytorch_alone_and_takes_what_the_tests_have(calls):
     assert calls("test")[0] == "set up dev,tensorflow,torch"
     assert len(calls("demo")) == len(calls("test")) == 1
     assert calls("demo", "EXTRAS=torch,ray")[0] == "set up dev,ray,tensorflow,torch"
+
+
+def test_an_environment_whose_python_is_gone_is_set_up_again(calls, checkout):
+    calls("demo")
+    text = (checkout / ".venv/bin/python").read_text()
+    (checkout / ".venv/bin/python").unlink()
+    (checkout / ".venv/bin/python").symlink_to("/no/python3.9")
+    make(checkout, "demo", path=f"{checkout}/bin")  # fails after the set-up, which is not real
+    (checkout / ".venv/bin/python").unlink()
+    program(checkout / ".venv/bin/python", text.removeprefix("#!/bin/sh\n"))
+    assert calls("demo")[0] == "set up torch"
+
+
+def test_a_set_up_that_failed_does_not_count(calls, checkout):
+    calls("demo")
+    python = (checkout / "bin/python3").read_text()
+    program(checkout / "bin/python3", '[ "$1" = -c ]')
+    assert make(checkout, "test", path=f"{checkout}/bin").returncode == 2
+    (checkout / "bin/python3").write_text(python)
+    assert calls("demo")[0] == "set up torch"
+    assert calls("test")[0] == "set up dev,tensorflow,torch"
 
 
 def test_the_tests_first_then_the_demo(calls):

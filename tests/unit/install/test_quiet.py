@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.install.quiet import ProgressLine, make_percentage, run_quietly, telling_lines
+from tests.paths import LIMIT_S
 from tests.waiting import Clock
 
 
@@ -158,6 +161,84 @@ def test_an_interruption_ends_the_program_and_its_children(tmp_path):
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""
     os.close(reader)
+
+
+def interrupted_when_ready(program: str, log: Path, patience_s: float) -> None:
+    def interrupt(line: str) -> None:
+        if "ready" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(
+            python(program), label="x", log=log, percentage=interrupt, patience_s=patience_s
+        )
+
+
+def test_an_interrupted_program_may_finish_what_must_not_be_cut_short(tmp_path):
+    """As dpkg a package; it writes more meanwhile than a pipe holds."""
+    program = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('x' * 1_000_000, flush=True)\n"
+        f"    open({str(tmp_path / 'done')!r}, 'w')\n"
+    )
+    interrupted_when_ready(program, tmp_path / "log", patience_s=LIMIT_S)
+    assert (tmp_path / "done").exists()
+
+
+def test_a_program_that_ignores_the_interruption_is_killed_though_nobody_reads_our_output(
+    tmp_path, monkeypatch
+):
+    """`| tee log` ends by the same Ctrl-C."""
+    reading, writing = os.pipe()
+    program = (
+        "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "print('ready', os.getpid(), flush=True); time.sleep(600)"
+    )
+    os.close(reading)
+    stdout = os.fdopen(writing, "w")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        interrupted_when_ready(program, tmp_path / "log", patience_s=0.1)
+    with contextlib.suppress(BrokenPipeError):
+        stdout.close()
+    pid = int((tmp_path / "log").read_text().split()[-1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["TERM", "HUP"]
+)
+def test_a_lost_connection_ends_it_as_sigterm_does(tmp_path, number, status):
+    """So that folders of 1.5 GB are removed."""
+
+    def former(*_: object) -> None:
+        pass
+
+    def end(line: str) -> None:
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(number, former)
+    try:
+        with pytest.raises(SystemExit, match=str(status)):
+            run_quietly(python("print(1)"), label="x", log=tmp_path / "log", percentage=end)
+        assert signal.getsignal(number) == former
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_sighup_that_nohup_has_disabled_stays_disabled(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hang_up = f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)"
+        run_quietly(python(hang_up), label="x", log=tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

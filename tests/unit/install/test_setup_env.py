@@ -11,7 +11,7 @@ import pytest
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.install.build_horovod import patch_digest
-from hvd_elastic.install.prerequisites import machine_and_libc
+from hvd_elastic.install.prerequisites import Prerequisite, Purpose, machine_and_libc
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "setup_env.py"
 FRAMEWORKS = {"torch": "torch==2.13.0", "tensorflow": "tensorflow==2.21.*"}
@@ -107,3 +107,73 @@ def test_a_machine_without_a_compiler_is_told_before_anything_is_installed(
         (tmp_path / "hvd_elastic/wheels" / folder / "horovod-0.28.1.whl").touch()
         assert setup_env.may_build() is not fits, "one for another C library is of no use"
     setup_env.ensure_system_packages(tmp_path / "log", [], setup_env.may_build())
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_what_apt_does_not_have_keeps_nothing_else_from_being_installed(
+    setup_env: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    root: bool,
+) -> None:
+    """As chromium on Ubuntu; an optional package that fails is no reason either."""
+    installed: set[str] = set()
+
+    def item(name: str, *, optional: bool) -> Prerequisite:
+        find = lambda: name if name in installed else None  # noqa: E731
+        return Prerequisite(name, find, (f"{name}-package",), Purpose.CLUSTER, optional)
+
+    def run_quietly(command: list[str], **_: object) -> None:
+        names = {word.removesuffix("-package") for word in command if word.endswith("-package")}
+        if "broken" in names:
+            raise BuildError("it fails")
+        installed.update(names)
+
+    wanted = [item(name, optional=name != "ssh") for name in ("ssh", "chromium", "broken", "ip")]
+    cache = tmp_path / "apt-cache"
+    cache.write_text('#!/bin/sh\ncase "$2" in chromium*) exit 100;; esac; echo "Package: $2"\n')
+    cache.chmod(0o755)
+    (tmp_path / "mirror_Packages").touch()
+    monkeypatch.setattr(setup_env, "APT_LISTS", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(setup_env, "has_apt", lambda: True)
+    monkeypatch.setattr(setup_env, "run_quietly", run_quietly)
+    monkeypatch.setattr("os.geteuid", lambda: 0 if root else 1000)
+    setup_env.ensure_system_packages(tmp_path / "log", wanted, False)
+    assert installed == ({"ssh", "ip"} if root else set())
+    out = capsys.readouterr().out
+    assert "missing: chromium (without it you cannot" in out
+    left = "broken-package" if root else "ssh-package broken-package ip-package"
+    assert out.endswith(f"to install what is missing: sudo apt-get install -y {left}\n")
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_an_environment_that_was_moved_is_made_anew(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quote: str
+) -> None:
+    """Its programs lead to the old place, where another checkout may be."""
+    venv = tmp_path / "new" / ".venv"
+    made: list[list[str]] = []
+    monkeypatch.setattr(setup_env, "run_quietly", lambda words, **_: made.append(words))
+    monkeypatch.setattr(setup_env, "_version_of", lambda _: list(sys.version_info[:2]))
+
+    def make(place: Path) -> None:
+        (venv / "bin").mkdir(parents=True, exist_ok=True)
+        (venv / "bin/python").touch()
+        (venv / "pyvenv.cfg").touch()
+        (venv / "bin/activate").write_text(f"export VIRTUAL_ENV={quote}{place}{quote}\n:\n")
+
+    for place, remade in (
+        (venv, False),
+        (tmp_path / "link" / ".venv", False),
+        (tmp_path / "old" / ".venv", True),
+        (Path(f"{venv}2"), True),
+    ):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(venv.parent)
+        make(place)
+        setup_env.ensure_venv(venv, tmp_path / "log")
+        assert bool(made) is remade
+        assert (venv / "bin/activate").exists() is not remade
+        made.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -221,3 +222,28 @@ def test_runs_and_what_was_made_by_hand_are_listed_and_stay(tmp_path: Path, fold
     assert [each["removed"] for each in found] == [False, True, False]
     assert prefix.is_dir()
     assert [path.name for path in folders.rglob("*")] == ["cache", "runs"]
+
+
+def test_of_a_folder_of_runs_only_what_is_ours_is_removed(folders: Path) -> None:
+    runs = folders / "runs"
+    for part in ("runs/digits-1", "spool/digits-1", "imagenet/train"):
+        (runs / part).mkdir(parents=True)
+    (runs / "known_hosts").write_text("1234")
+    (runs / "imagenet/train/1.jpeg").write_bytes(b"image")
+    (found,) = left("")
+    assert (found["bytes"], found["others"]) == (4, "imagenet")
+    (found,) = remove("", ["runs"])
+    assert (found["removed"], found["stays"], found["others"]) == (True, "", "imagenet")
+    assert [path.name for path in runs.rglob("*")] == ["imagenet", "train", "1.jpeg"]
+    shutil.rmtree(runs / "imagenet")
+    assert remove("", ["runs"])[0]["others"] == ""
+    assert not runs.exists()
+
+
+def test_everything_that_is_made_in_the_folder_of_runs_is_known_to_uninstall() -> None:
+    package = Path(module.__file__).parents[1]
+    path = re.compile(r"""(?<!Path\.)\bhome\(\)[.\w()]* / "([\w.]+)\"""")
+    files = package.rglob("*.py")
+    made = {name for file in files for name in path.findall(file.read_text(encoding="utf-8"))}
+    assert {"runs", "known_hosts", "virtual"} < made
+    assert made | {"spool"} == set(module.OF_HOME)

@@ -47,6 +47,23 @@ def test_a_host_on_which_it_cannot_work_is_refused_with_what_differs(
     assert bool(found) == bool(why)
 
 
+def test_only_frameworks_that_horovod_is_compiled_for_are_imported_on_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for GPUs is not compiled for the TensorFlow that may be installed beside it."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    versions = {"torch": "2.13.0", "tensorflow": "2.21.0"}
+    for name in versions:
+        (tmp_path / "horovod" / name).mkdir(parents=True)
+    assert installing.used_frameworks(versions) == ["torch", "tensorflow"], "none imports"
+    (tmp_path / "horovod/torch/mpi_lib_v2.cpython-311.so").touch()
+    assert installing.used_frameworks(versions) == ["torch"]
+    (tmp_path / "horovod/tensorflow/mpi_lib.cpython-311.so").touch()
+    assert installing.used_frameworks(versions) == ["torch", "tensorflow"]
+    assert installing.used_frameworks({**versions, "torch": None}) == ["tensorflow"]
+
+
 def test_no_host_changes_while_one_is_in_use() -> None:
     free = {"kept": "", "in_use": ""}
     assert why_kept({"a": free, "b": free}) == {}
