@@ -105,6 +105,7 @@ class Comparison:
         self.tree = tree
         self.folders = Folders(root)
         self.deletes = deletes
+        self._patterns = patterns
         self.needed: list[int] = []
         self.doubtful: list[int] = []
         self.touched: list[int] = []
@@ -117,11 +118,8 @@ class Comparison:
         for index, file in enumerate(tree.files):
             status = self.folders.status(file.path) if there else None
             if status is None or not stat.S_ISREG(status.st_mode):
-                if status is not None and stat.S_ISDIR(status.st_mode) and not deletes:
-                    raise StoreError(
-                        f"{self.folders.shown(file.path)} is a folder there and a file in the "
-                        "source; remove it, or give --delete"
-                    )
+                if status is not None and stat.S_ISDIR(status.st_mode):
+                    self._check_may_go(file.path)
                 self.needed.append(index)
             elif status.st_size != file.size:
                 self._replaced_bytes += status.st_blocks * 512
@@ -135,7 +133,7 @@ class Comparison:
             elif stat.S_IMODE(status.st_mode) != file.mode:
                 self.touched.append(index)
         if deletes and there and tree.is_folder:
-            self._find_extra(patterns)
+            self._find_extra()
 
     def _check_kind(self, place: bytes) -> None:
         try:
@@ -150,7 +148,15 @@ class Comparison:
                 "into it"
             )
 
-    def _find_extra(self, patterns: list[str]) -> None:
+    def _check_may_go(self, path: str) -> None:
+        """Check that the folder in the place of a file of the source may be removed."""
+        where = f"{self.folders.shown(path)} is a folder there and a file in the source"
+        if not self.deletes:
+            raise StoreError(f"{where}; remove it, or give --delete")
+        if not self.is_removable(path):
+            raise StoreError(f"{where}, and has files that --exclude keeps; move these away")
+
+    def _find_extra(self) -> None:
         expected: dict[str, set[str]] = {path: set() for path, _, _ in self.tree.folders}
         for path in self.tree.paths + [path for path, _, _ in self.tree.folders if path]:
             folder, _, name = path.rpartition("/")
@@ -162,8 +168,27 @@ class Comparison:
                 continue
             for name in found:
                 path = f"{folder}/{name}" if folder else name
-                if name not in names and path not in OURS and not is_excluded(path, patterns):
-                    self.extra.append(path)
+                if name not in names and path not in OURS:
+                    self.extra += self.removable(path)
+
+    def removable(self, path: str) -> list[str]:
+        """Return what may be removed of an entry: all of it, or the parts of a folder that hold
+        nothing that a pattern matches.
+        """
+        if is_excluded(path, self._patterns):
+            return []
+        try:
+            names = list_names(self.folders.folder(path)) if self._patterns else []
+        except OSError:  # no folder; or the error is reported when it is removed
+            return [path]
+        below = [(f"{path}/{name}", self.removable(f"{path}/{name}")) for name in names]
+        if all(parts == [each] for each, parts in below):
+            return [path]
+        return [part for _, parts in below for part in parts]
+
+    def is_removable(self, path: str) -> bool:
+        """Return whether nothing in an entry matches a pattern."""
+        return self.removable(path) == [path]
 
     def take_share(self, number: int, shares: int) -> None:
         """Keep only this host's share of the files: every ``shares``-th, beginning with ``number``.

@@ -594,7 +594,8 @@ class Target(Store):
         for path, to, mtime_ns in self.tree.links:
             attempt(path, self._link, path, to, mtime_ns)
         for path in self._plan.extra:
-            attempt(path, self._folders.remove, path)
+            for part in self._plan.removable(path):  # there may be more in a folder by now
+                attempt(part, self._folders.remove, part)
         exposed = self._exposed()
         self._drop_parts(keep=bool(self._coming))
         for path, mode, mtime_ns in reversed(self.tree.folders):
@@ -709,7 +710,7 @@ class Target(Store):
         if there is not None and stat.S_ISDIR(there.st_mode):
             if not self._plan.deletes:
                 raise OSError(errno.EISDIR, "a folder in the place of a file; give --delete")
-            self._folders.remove(path)
+            self._make_way(path)
         parent, name = self._folders.of(first)
         temporary = b"name"
         os.link(name, temporary, src_dir_fd=parent, dst_dir_fd=self._parts, follow_symlinks=False)
@@ -724,10 +725,16 @@ class Target(Store):
             if status is not None:
                 if stat.S_ISDIR(status.st_mode) and not self._plan.deletes:
                     raise OSError(errno.EISDIR, "a folder in the place of a link; give --delete")
-                self._folders.remove(path)
+                self._make_way(path)
                 parent, name = self._folders.of(path)
             os.symlink(encode(to), name, dir_fd=parent)
         os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=parent, follow_symlinks=False)
+
+    def _make_way(self, path: str) -> None:
+        """Remove what has the name of a file or link, unless a pattern keeps a part of it."""
+        if not self._plan.is_removable(path):
+            raise OSError(errno.ENOTEMPTY, "a folder with files that --exclude keeps; move them")
+        self._folders.remove(path)
 
     def abandon(self, keep: bool) -> None:
         """End an unfinished copy; ``keep`` leaves large partial files for the next one."""
