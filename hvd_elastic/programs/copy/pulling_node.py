@@ -31,6 +31,7 @@ from hvd_elastic.programs.copy.tree import (
     Folders,
     Tree,
     check_inside,
+    copied_mode,
     decode,
     encode,
     is_foreign,
@@ -135,7 +136,7 @@ class Pull:
                 and file.size in (None, status.st_size)
                 and not is_foreign(status)
             ):
-                mode = stat.S_IMODE(status.st_mode)
+                mode = copied_mode(status)
                 found.append((index, status.st_size, status.st_mtime_ns, mode))
             else:
                 wanted += file.size or 0
@@ -246,7 +247,7 @@ class Pull:
             parent, name = self._folders.of(path)
             os.rename(self._name_of(index), name, src_dir_fd=self._own, dst_dir_fd=parent)
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        return index, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)
+        return index, status.st_size, status.st_mtime_ns, copied_mode(status)
 
     def foreign(self, tree: Tree) -> str:
         """Return the path of a file or link that another user may have put there; "": none."""
