@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from hvd_elastic.programs.copy.comparison import StoreError, check_free
-from hvd_elastic.programs.copy.fetch_command import fill, placeholders
+from hvd_elastic.programs.copy.fetch_command import fill, placeholders, variables
 from hvd_elastic.programs.copy.frames import LinkError, pack, unpack
 from hvd_elastic.programs.copy.node import Destination
 from hvd_elastic.programs.copy.store import SharedError, Target, lock_folder, open_own_folder
@@ -299,6 +299,8 @@ class Pull:
 
     def _run(self, values: dict[str, str]) -> None:
         text = encode(fill(self._command, values))
+        added = {encode(name): encode(value) for name, value in variables(values).items()}
+        environment = {**os.environb, **added}
         argv = [b"/bin/sh", b"-c", b'umask "$0"; eval "$1"', b"%03o" % self._umask, text]
         with tempfile.TemporaryFile() as errors:
             with self._starting:
