@@ -169,8 +169,9 @@ class CopySession(AbstractContextManager["CopySession"]):
         """
         for node in self._everybody():
             self._start_node(node)
+        threading.Thread(target=self._ping, name="pings", daemon=True).start()
         open_nodes = set(self._nodes)
-        last_tick = pinged = looked = time.monotonic()
+        last_tick = looked = time.monotonic()
         while open_nodes:
             said = None
             with contextlib.suppress(queue.Empty):
@@ -185,10 +186,6 @@ class CopySession(AbstractContextManager["CopySession"]):
                 last_tick = now
                 self._tick()
                 self._tell_progress()
-                if now - pinged >= PING_S:
-                    pinged = now
-                    for each in self._everybody():
-                        each.tell("ping")
             if self._newcomers is not None and now - looked >= LOOK_S:
                 looked = now
                 open_nodes.update(self._admit(self._newcomers()))
@@ -213,6 +210,14 @@ class CopySession(AbstractContextManager["CopySession"]):
         deadline = time.monotonic() + END_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _ping(self) -> None:
+        """Ping the nodes, also while a long message is sent to one of them."""
+        while not self._closed.wait(PING_S):
+            for node in self._everybody():
+                # One that is being sent a message hears the leader by that.
+                if node.process is not None and not node.process.stdin.is_in_use:
+                    node.tell("ping")
 
     def _start_node(self, node: Node) -> None:
         threading.Thread(
