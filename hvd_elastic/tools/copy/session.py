@@ -260,7 +260,13 @@ class CopySession(AbstractContextManager["CopySession"]):
         except (HvdElasticError, OSError) as error:
             self._events.put((node, error))
             return
-        for line in process.stdout:
+        pieces = []
+        for piece in process.stdout:
+            pieces.append(piece)
+            if not piece.endswith(b"\n"):  # a line longer than the buffer comes in pieces
+                continue
+            line = b"".join(pieces)
+            pieces.clear()
             # Output of login scripts is not JSON and is skipped.
             with contextlib.suppress(ValueError):
                 message = parse_json(line)
