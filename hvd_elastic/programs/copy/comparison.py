@@ -114,7 +114,6 @@ class Comparison:
         self._replaced_bytes = 0
         self._check_kind(place)
         there = os.path.isdir(root)
-        others_write = there and self.folders.others_write()
         for index, file in enumerate(tree.files):
             status = self.folders.status(file.path) if there else None
             if status is None or not stat.S_ISREG(status.st_mode):
@@ -127,7 +126,7 @@ class Comparison:
             elif (
                 checksum
                 or status.st_mtime_ns != file.mtime_ns
-                or (others_write and is_foreign(status))
+                or (is_foreign(status) and self.folders.others_write(file.path))
             ):
                 self.doubtful.append(index)
             elif stat.S_IMODE(status.st_mode) != file.mode:

@@ -251,11 +251,9 @@ class Pull:
 
     def foreign(self, tree: Tree) -> str:
         """Return the path of a file or link that another user may have put there; "": none."""
-        if not self._folders.others_write():
-            return ""
         for path in tree.paths:
             status = self._folders.status(path)
-            if status is not None and is_foreign(status):
+            if status is not None and is_foreign(status) and self._folders.others_write(path):
                 return path
         return ""
 
@@ -308,6 +306,7 @@ class Pull:
                     raise CommandError("the copy has ended")
                 popen = subprocess.Popen(
                     argv,
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,

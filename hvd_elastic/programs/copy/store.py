@@ -830,7 +830,8 @@ class Target(Store):
     def problem(self, index: int, number: int) -> str:
         if index in self.digests:
             return ""
-        if is_foreign(os.fstat(number)) and self._folders.others_write():
+        path = self.tree.files[index].path
+        if is_foreign(os.fstat(number)) and self._folders.others_write(path):
             return "it belongs to another user"
         return super().problem(index, number)
 

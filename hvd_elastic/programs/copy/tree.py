@@ -375,13 +375,17 @@ class Folders:
             os.close(self._open.popitem(last=False)[1])
         return number
 
-    def others_write(self) -> bool:
-        """Return whether other users can put entries into the destination, or replace some.
+    def others_write(self, path: str) -> bool:
+        """Return whether other users can replace an entry, or a folder above it.
 
         What other users own in a folder where they cannot was put there by us, or by our command.
         """
-        status = os.fstat(self.folder(""))
-        return bool(status.st_mode & 0o022) or is_foreign(status)
+        while path:
+            path = path.rpartition("/")[0]
+            status = os.fstat(self.folder(path))
+            if status.st_mode & 0o022 or is_foreign(status):
+                return True
+        return False
 
     def status(self, path: str) -> os.stat_result | None:
         """Return an entry's status without following links; None if it does not exist."""
