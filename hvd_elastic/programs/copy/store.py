@@ -381,9 +381,9 @@ class Target(Store):
         except OSError as error:
             raise StoreError(self._folders.says(error)) from error
         try:
-            for path, _, _ in self.tree.folders:
+            for path, mode, _ in self.tree.folders:
                 if path:
-                    self._make_folder(path)
+                    self._make_folder(path, mode)
                 else:
                     _make_writable(self._folders.folder(""))
             for index in plan.needed:
@@ -397,14 +397,15 @@ class Target(Store):
             raise StoreError(self._folders.says(error)) from error
         self._names = Names(self._parts, self._give_name)
 
-    def _make_folder(self, path: str) -> None:
+    def _make_folder(self, path: str, mode: int) -> None:
         status = self._folders.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             self._folders.remove(path)
             status = None
         if status is None:
             parent, name = self._folders.of(path)
-            os.mkdir(name, 0o700, dir_fd=parent)
+            # Another call cannot know that an interrupted one has made it.
+            os.mkdir(name, 0o755 if mode == ANY else 0o700, dir_fd=parent)
             self._made.add(path)
         else:
             _make_writable(self._folders.folder(path))
@@ -655,8 +656,6 @@ class Target(Store):
         number = self._folders.folder(path)
         if mode != ANY:
             os.fchmod(number, mode)
-        elif path in self._made:
-            os.fchmod(number, 0o755)
         if path in self._made and os.fstat(number).st_uid != self._uid:
             raise OSError(errno.EPERM, "another user has replaced it during the copy")
         if mtime_ns != ANY:
