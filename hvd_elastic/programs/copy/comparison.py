@@ -85,6 +85,7 @@ class Comparison:
         doubtful: files whose size is right and whose time or owner differs (or that are to be
             compared).
         touched: files of which only the time or the mode is to be set.
+        share: number of files that this host is to have.
         extra: paths to be removed.
         digests: sha256 of doubtful files that proved equal to the source's.
 
@@ -109,6 +110,7 @@ class Comparison:
         self.needed: list[int] = []
         self.doubtful: list[int] = []
         self.touched: list[int] = []
+        self.share = len(tree.files)
         self.extra: list[str] = []
         self.digests: dict[int, bytes] = {}
         self._replaced_bytes = 0
@@ -194,6 +196,7 @@ class Comparison:
 
         Existing files of other shares stay as they are.
         """
+        self.share = len(range(number, self.share, shares))
         for files in (self.needed, self.doubtful, self.touched):
             files[:] = [index for index in files if index % shares == number]
 

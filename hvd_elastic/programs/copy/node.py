@@ -205,8 +205,6 @@ class Source(Node):
         self.say(
             "tree",
             tree=pack(tree),
-            files=len(tree.files),
-            bytes=sum(file.size for file in tree.files),
             skipped=[shown(path) for path in skipped],
         )
 
@@ -323,6 +321,7 @@ class Destination(Node):
                 return
         self.say(
             "ready",
+            share=plan.share,
             files=len(plan.needed),
             bytes=plan.needed_bytes,
             left=plan.needed_bytes if self._target is None else self._target.left,

@@ -153,7 +153,6 @@ class CopySession(AbstractContextManager["CopySession"]):
         self._chain = Chain(SOURCE, spread=settings.shard)
         self._links: dict[str, str] = {}
         self._tree: str | None = None
-        self._files = 0
         self._first_ready = 0.0
         self._begun = False
         self.skipped: list[str] = []
@@ -345,7 +344,6 @@ class CopySession(AbstractContextManager["CopySession"]):
         match event["say"]:
             case "tree":
                 self._tree = event["tree"]
-                self._files = event["files"]
                 self.skipped = event["skipped"]
                 for node in self._nodes.values():
                     self._send_tree(node)
@@ -429,7 +427,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         return Copied(
             files=ready["files"],
             size_bytes=ready["bytes"],
-            skipped=self._files - ready["files"] - ready["touched"],
+            skipped=ready["share"] - ready["files"] - ready["touched"],
             touched=ready["touched"],
             removed=tuple(ready["extra"]),
             resumed_bytes=ready["bytes"] - ready["left"],
