@@ -36,6 +36,13 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
+# Jobs without a name, and those of torchrun with its default id, are told apart by these.
+UNNAMED = ("", "none")
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+# Appears in the command line of a launcher, which may be PID 1 of a container.
+LAUNCHES = re.compile(
+    r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|mpiexec|orterun|prterun|horovod"
+)
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 # Maximum length of the command line that a pattern is searched in.
 MOST_LETTERS = 1 << 20
@@ -53,6 +60,12 @@ def job_of(variables: dict[str, str], ours: bool) -> str | None:
     return None
 
 
+def job_key(job: str, variables: dict[str, str]) -> tuple[str | None, ...]:
+    """Return what two workers have in common if they may be of the same job."""
+    is_named = job.partition(" ")[2] not in UNNAMED
+    return (job,) if is_named else (job, *map(variables.get, MEETING_POINT))
+
+
 def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> bool:
     """Return whether only workers and their shells are between a worker and init.
 
@@ -62,11 +75,29 @@ def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]
     while True:
         parent = processes[pid].parent
         name = read(parent, "comm").strip()
-        if parent == 1 or name == b"systemd":
+        if name == b"systemd" or (parent == 1 and not is_launcher(parent)):
             return True
         if parent not in processes or not (parent in jobs or name in SHELLS):
             return False
         pid = parent
+
+
+def is_launcher(pid: int) -> bool:
+    """Return whether a process may have started workers; a Python program may be any launcher."""
+    is_python = read(pid, "comm").startswith(b"python")
+    return is_python or LAUNCHES.search(command_line(pid, MOST_LETTERS)) is not None
+
+
+def home_of(spool: str) -> str:
+    """Return the HVD_ELASTIC_HOME of a run's spool on a host, which is HOME/spool/RUN/HOST."""
+    return os.path.realpath(f"{spool}/../../..")
+
+
+def is_elsewhere(pid: int, home: str) -> bool:
+    """Return whether a process is of a run in another HVD_ELASTIC_HOME than the caller's."""
+    spool = environment(pid).get(SPOOL)
+    own = home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"
+    return spool is not None and home_of(spool) != os.path.realpath(str(Path.home() / own))
 
 
 def is_own(pid: int) -> bool:
@@ -99,9 +130,13 @@ def find(
             if ASKS not in command and wanted.search(command):
                 marked[pid] = environment(pid).get(VARIABLE, "")
     elif strays:
-        found = {pid: job_of(environment(pid), ours) for pid in processes}
-        jobs = {pid: job for pid, job in found.items() if job is not None}
-        marked = {pid: jobs[pid] for pid in jobs if is_left_behind(pid, processes, jobs)}
+        found = {pid: environment(pid) for pid in processes}
+        jobs = {pid: job for pid in found for job in [job_of(found[pid], ours)] if job is not None}
+        keys = {pid: job_key(jobs[pid], found[pid]) for pid in jobs}
+        left = {pid for pid in jobs if is_left_behind(pid, processes, jobs)}
+        # What a worker of a live job has started in the background is not left behind.
+        alive = {keys[pid] for pid in jobs if pid not in left}
+        marked = {pid: jobs[pid] for pid in left if keys[pid] not in alive}
     else:
         runs = {pid: environment(pid).get(variable) for pid in processes}
         marked = {pid: name for pid, name in runs.items() if name is not None}
