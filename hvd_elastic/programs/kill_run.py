@@ -2,10 +2,11 @@
 
 With "strays", end the workers of other launchers whose launcher is gone.
 
-Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": whether processes of
-our own runs count as strays too, "pattern": a regular expression for command lines to use instead,
-or null, "grace_s": seconds, "dry_run": bool}.
-Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}]}.
+Input (JSON on stdin): {"run": run id or null for any, "home": the caller's HVD_ELASTIC_HOME or "",
+"strays": bool, "ours": whether processes of our own runs count as strays too, "pattern": a regular
+expression for command lines to use instead, or null, "grace_s": seconds, "dry_run": bool}.
+Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}], "others":
+[text about a process of a run of this name in another HVD_ELASTIC_HOME, which is another run]}.
 Processes are found by environment and parentage, so that no other process is touched; only with
 "pattern" (``killclust --user-processes``) are they found by their command line.
 """
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 from hvd_elastic.programs.processes import (
     Process,
@@ -29,6 +31,7 @@ from hvd_elastic.programs.processes import (
 )
 
 VARIABLE = "HVD_ELASTIC_RUN_ID"
+SPOOL = "HVD_ELASTIC_SPOOL"
 OURS = "hvd-elastic"
 # Launcher, a variable that it sets for its workers, and the variable that names the job.
 LAUNCHERS = (
@@ -114,10 +117,12 @@ def find(
     ours: bool = False,
     pattern: str | None = None,
     variable: str = VARIABLE,
+    home: str | None = None,
 ) -> dict[Process, str]:
     """Return the processes to end, with run or job; never this process or its ancestors.
 
-    Without ``strays`` and ``pattern`` they are those with a ``variable`` in their environment.
+    Without ``strays`` and ``pattern`` they are those with a ``variable`` in their environment; of a
+    certain run in this ``home`` only, unless it is None.
     """
     processes = {pid: process for pid, process in all_processes().items() if is_own(pid)}
     spared = own_ancestors()
@@ -140,7 +145,10 @@ def find(
     else:
         runs = {pid: environment(pid).get(variable) for pid in processes}
         marked = {pid: name for pid, name in runs.items() if name is not None}
-        marked = {pid: name for pid, name in marked.items() if run in (None, name)}
+        if run is not None:
+            marked = {pid: name for pid, name in marked.items() if name == run}
+            if home is not None:
+                marked = {pid: name for pid, name in marked.items() if not is_elsewhere(pid, home)}
     ending: dict[Process, str] = {}
     for pid, name in marked.items():
         if pid not in spared:
@@ -153,10 +161,12 @@ def find(
 def main() -> None:
     """Read the request, end the processes, and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
+    run, home = request["run"], request["home"]
     seen: dict[tuple[int, int], dict[str, object]] = {}
 
     def find_and_note() -> dict[Process, str]:
-        found = find(request["run"], request["strays"], request["ours"], request["pattern"])
+        strays, ours, pattern = request["strays"], request["ours"], request["pattern"]
+        found = find(run, strays, ours, pattern, home=home)
         for process, name in found.items():
             entry = {"pid": process.pid, "command": command_line(process.pid), "run": name}
             seen.setdefault(process.key, {**entry, "ended": ""})
@@ -167,4 +177,11 @@ def main() -> None:
     else:
         for key, how in end_processes(find_and_note, request["grace_s"]).items():
             seen[key]["ended"] = how
-    sys.stdout.write(json.dumps({"processes": [seen[key] for key in sorted(seen)]}))
+    others = [
+        f"process {each.pid} of a run {name} in {home_of(environment(each.pid).get(SPOOL, ''))}: "
+        f"{command_line(each.pid)}"
+        for each, name in (find(run) if run is not None else {}).items()
+        if each.key not in seen and is_elsewhere(each.pid, home)
+    ]
+    processes = [seen[key] for key in sorted(seen)]
+    sys.stdout.write(json.dumps({"processes": processes, "others": others}))
