@@ -164,7 +164,7 @@ def scratch_folders(run: str | None, host: str, tmpdir: str = "") -> list[Path]:
     # A folder's name has only a hash of its run, so any living agent could be its owner.
     if alive if run is None else run in alive:
         return []
-    places = {Path(place).resolve() for place in (tempfile.gettempdir(), tmpdir) if place}
+    places = {Path(place) for place in (tempfile.gettempdir(), tmpdir) if place}
     return [
         each
         for place in sorted(places)
