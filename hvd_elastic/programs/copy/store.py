@@ -829,9 +829,13 @@ class Target(Store):
     def problem(self, index: int, number: int) -> str:
         if index in self.digests:
             return ""
-        path = self.tree.files[index].path
-        if is_foreign(os.fstat(number)) and self._folders.others_write(path):
-            return "it belongs to another user"
+        if is_foreign(os.fstat(number)):
+            folders = Folders(self._folders.root)  # feeders are threads: each needs its own
+            try:
+                if folders.others_write(self.tree.files[index].path):
+                    return "it belongs to another user"
+            finally:
+                folders.close()
         return super().problem(index, number)
 
     def explain(self, error: OSError) -> str:
