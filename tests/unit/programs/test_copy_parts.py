@@ -668,6 +668,20 @@ def test_a_file_that_another_user_replaces_in_an_open_folder_below_is_compared(
 
 
 @other_user.needs_root
+def test_a_file_of_another_user_in_an_open_folder_below_is_not_fed(
+    tmp_path: Path, source: Tree
+) -> None:
+    os.chown(tmp_path / "source" / "below" / "b", other_user.UID, other_user.UID)
+    target = target_of(tmp_path / "source", source)
+    number = target.open(1)
+    assert target.problem(1, number) == "", "nobody else could have put it there"
+    (tmp_path / "source" / "below").chmod(0o777)
+    assert target.problem(1, number) == "it belongs to another user"
+    os.close(number)
+    target.abandon(keep=False)
+
+
+@other_user.needs_root
 def test_a_set_uid_file_of_another_user_does_not_become_one_of_the_copier(tmp_path: Path) -> None:
     for name in ("ours", "theirs"):
         (tmp_path / name).touch()
