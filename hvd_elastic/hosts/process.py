@@ -186,7 +186,12 @@ class _Stdin:
 
     def is_ready(self) -> bool:
         """Return whether 4 KB can be written without waiting, if nobody else writes."""
-        return not self._lock.locked() and self._ends.is_ready()
+        return not self.is_in_use and self._ends.is_ready()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a thread is writing to it."""
+        return self._lock.locked()
 
     def flush(self) -> None:
         """Do nothing; makes the object usable in place of a file."""

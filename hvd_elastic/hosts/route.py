@@ -192,11 +192,13 @@ class Route:
         self.options = options
         self.attempt = attempt
         self.depth = depth
-        entry = ssh_config.load_ssh_config(options.config_path, host.name).lookup(host.name)
+        entry = ssh_config.load_ssh_config(
+            options.config_path, host.name, host.port, host.user
+        ).lookup(host.name)
         self.entry: dict[str, Any] = entry
         self.address = str(entry.get("hostname", host.name))
-        self.port = host.port or int(entry.get("port", SSH_PORT))
-        self.user = host.user or str(entry.get("user") or getpass.getuser())
+        self.port = int(entry.get("port", SSH_PORT))
+        self.user = str(entry.get("user") or getpass.getuser())
         self.client = SSHClient()
         self.known_name = known_name(entry.get("hostkeyalias", self.address), self.port)
         if "hostkeyalias" in entry:

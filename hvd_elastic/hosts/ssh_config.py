@@ -30,12 +30,18 @@ _EVERY_HOST = "Host *"
 _KEYWORD = re.compile(r"\s*(?P<key>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<value>.*)")
 
 
-def load_ssh_config(config_path: Path | None, host: str | None = None) -> SSHConfig:
+def load_ssh_config(
+    config_path: Path | None,
+    host: str | None = None,
+    port: int | None = None,
+    user: str | None = None,
+) -> SSHConfig:
     """Return the user's and the system's configuration, or only the given file (as ``ssh -F``).
 
     Args:
         config_path: the only file to read, or None.
         host: host that will be looked up; blocks for other hosts are left out. None for all.
+        port, user: what counts more than the configuration, also where that writes %p and %r.
 
     Raises:
         SshError: ``config_path`` cannot be read, others can write a file, or paramiko cannot parse
@@ -44,9 +50,11 @@ def load_ssh_config(config_path: Path | None, host: str | None = None) -> SSHCon
     from paramiko.ssh_exception import ConfigParseError
 
     text = read_config_text(config_path)
+    given = {"Port": port, "User": user}
+    before = [f"{key} {value}\n" for key, value in given.items() if value is not None]
     where = str(config_path) if config_path else f"{USER_CONFIG} or {SYSTEM_CONFIG}"
     try:
-        return _parse(text if host is None else _narrow(text, host))
+        return _parse("".join(before) + (text if host is None else _narrow(text, host)))
     except (ConfigParseError, ValueError) as error:
         raise SshError(
             f"ssh configuration {where}: {error}. Fix the line, or give a configuration of its "

@@ -1,7 +1,7 @@
 """Remove files that dead processes of this user left behind, and list who holds GPU memory.
 
 Input (JSON on stdin): {"run": run id or null for any, "host": the host's name in the hostfile,
-"dry_run": bool}.
+"tmpdir": the caller's TMPDIR or "", in which agents make their folders too, "dry_run": bool}.
 Output: {"removed": [{"path", "kind", "bytes", "problem"}], "gpus": [text]}.
 
 Only files that are certainly unused are removed: temporary folders of our agents that have ended
@@ -157,17 +157,18 @@ def scratch_prefix(run: str, host: str) -> str:
     return f"hvd-{hashlib.sha256(f'{run}/{host}'.encode()).hexdigest()[:12]}-"
 
 
-def scratch_folders(run: str | None, host: str) -> list[Path]:
+def scratch_folders(run: str | None, host: str, tmpdir: str = "") -> list[Path]:
     """Return the temporary folders of our agents that no process seen from here uses."""
     alive = live_runs()
     prefix = "hvd-" if run is None else scratch_prefix(run, host)
     # A folder's name has only a hash of its run, so any living agent could be its owner.
     if alive if run is None else run in alive:
         return []
-    folders = Path(tempfile.gettempdir()).glob(f"{prefix}*")
+    places = {Path(place) for place in (tempfile.gettempdir(), tmpdir) if place}
     return [
         each
-        for each in folders
+        for place in sorted(places)
+        for each in place.glob(f"{prefix}*")
         if SCRATCH.fullmatch(each.name) and own(each) and not is_in_use(each)
     ]
 
@@ -184,10 +185,10 @@ def shared_memory() -> list[Path]:
     return found
 
 
-def find(run: str | None, host: str) -> list[tuple[Path, str]]:
+def find(run: str | None, host: str, tmpdir: str = "") -> list[tuple[Path, str]]:
     """Return the unused files and folders with their kind; a folder may be locked."""
     cache, temporary = Path("~/.cache").expanduser(), Path(tempfile.gettempdir())
-    folders = scratch_folders(run, host)
+    folders = scratch_folders(run, host, tmpdir)
     locks = [path for pattern in BUILD_LOCKS for path in cache.glob(pattern) if own(path)]
     sockets = [path for path in temporary.glob(MANAGER_SOCKET) if own(path) and own(path.parent)]
     return [
@@ -214,10 +215,12 @@ def remove(path: Path) -> str:
     return ""
 
 
-def clear(run: str | None, host: str, *, dry_run: bool) -> list[dict[str, object]]:
+def clear(
+    run: str | None, host: str, tmpdir: str = "", *, dry_run: bool
+) -> list[dict[str, object]]:
     """Remove what :func:`find` returns, unless it is a dry run; return what that is."""
     removed = []
-    for path, kind in find(run, host):
+    for path, kind in find(run, host, tmpdir):
         # Locked until it is gone: an agent that has just made its folder makes another one then.
         with alone_in(path) if kind == FOLDER else contextlib.nullcontext(True) as is_unused:
             if is_unused:
@@ -251,5 +254,5 @@ def who(pid: int) -> str:
 def main() -> None:
     """Read the request, remove what it asks for, and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
-    removed = clear(request["run"], request["host"], dry_run=request["dry_run"])
+    removed = clear(request["run"], request["host"], request["tmpdir"], dry_run=request["dry_run"])
     sys.stdout.write(json.dumps({"removed": removed, "gpus": held_gpus()}))

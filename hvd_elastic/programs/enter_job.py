@@ -4,22 +4,27 @@ Sent as text by ``hvd-elastic shell``; standard library only. Arguments: run id,
 the hostfile. The variables by which a process counts as one of the run are left out.
 """
 
+from __future__ import annotations
+
 import os
 import pwd
 import sys
 
+from hvd_elastic.programs.processes import all_processes, environment, real_uid
 
-def main(run: str, host: str) -> None:
+
+def main() -> None:
     """Find a process of the run, and become a shell like it."""
-    for pid in sorted(filter(str.isdigit, os.listdir("/proc")), key=int):  # noqa: PTH208
+    run, host = sys.argv[1:3]
+    for pid in sorted(all_processes()):
+        if real_uid(pid) != os.getuid():  # root can read what any user has put there
+            continue
+        found = environment(pid)
+        if (found.get("HVD_ELASTIC_RUN_ID"), found.get("HVD_ELASTIC_HOST")) != (run, host):
+            continue
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-                entries = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
-            found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}
-            if (found.get("HVD_ELASTIC_RUN_ID"), found.get("HVD_ELASTIC_HOST")) != (run, host):
-                continue
             os.chdir(os.readlink(f"/proc/{pid}/cwd"))  # noqa: PTH115
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended
             continue
         keeps = ("HVD_ELASTIC_HOME", "HVD_ELASTIC_CLUSTER")
         own = {k: v for k, v in found.items() if not k.startswith("HVD_ELASTIC_") or k in keeps}
@@ -27,7 +32,3 @@ def main(run: str, host: str) -> None:
         shell = os.environ.get("SHELL") or pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
         os.execve(shell, [shell, "-i"], own)
     sys.exit(f"run {run} has no process on host {host}: it has ended, or is about to start")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

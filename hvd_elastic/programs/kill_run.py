@@ -2,10 +2,11 @@
 
 With "strays", end the workers of other launchers whose launcher is gone.
 
-Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": whether processes of
-our own runs count as strays too, "pattern": a regular expression for command lines to use instead,
-or null, "grace_s": seconds, "dry_run": bool}.
-Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}]}.
+Input (JSON on stdin): {"run": run id or null for any, "home": the caller's HVD_ELASTIC_HOME or "",
+"strays": bool, "ours": whether processes of our own runs count as strays too, "pattern": a regular
+expression for command lines to use instead, or null, "grace_s": seconds, "dry_run": bool}.
+Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}], "others":
+[text about a process of a run of this name in another HVD_ELASTIC_HOME, which is another run]}.
 Processes are found by environment and parentage, so that no other process is touched; only with
 "pattern" (``killclust --user-processes``) are they found by their command line.
 """
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 from hvd_elastic.programs.processes import (
     Process,
@@ -29,12 +31,20 @@ from hvd_elastic.programs.processes import (
 )
 
 VARIABLE = "HVD_ELASTIC_RUN_ID"
+SPOOL = "HVD_ELASTIC_SPOOL"
 OURS = "hvd-elastic"
 # Launcher, a variable that it sets for its workers, and the variable that names the job.
 LAUNCHERS = (
     ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RUN_ID"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+)
+# Jobs without a name, and those of torchrun with its default id, are told apart by these.
+UNNAMED = ("", "none")
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+# Appears in the command line of a launcher, which may be PID 1 of a container.
+LAUNCHES = re.compile(
+    r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|mpiexec|orterun|prterun|horovod"
 )
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 # Maximum length of the command line that a pattern is searched in.
@@ -53,6 +63,12 @@ def job_of(variables: dict[str, str], ours: bool) -> str | None:
     return None
 
 
+def job_key(job: str, variables: dict[str, str]) -> tuple[str | None, ...]:
+    """Return what two workers have in common if they may be of the same job."""
+    is_named = job.partition(" ")[2] not in UNNAMED
+    return (job,) if is_named else (job, *map(variables.get, MEETING_POINT))
+
+
 def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> bool:
     """Return whether only workers and their shells are between a worker and init.
 
@@ -62,11 +78,29 @@ def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]
     while True:
         parent = processes[pid].parent
         name = read(parent, "comm").strip()
-        if parent == 1 or name == b"systemd":
+        if name == b"systemd" or (parent == 1 and not is_launcher(parent)):
             return True
         if parent not in processes or not (parent in jobs or name in SHELLS):
             return False
         pid = parent
+
+
+def is_launcher(pid: int) -> bool:
+    """Return whether a process may have started workers; a Python program may be any launcher."""
+    is_python = read(pid, "comm").startswith(b"python")
+    return is_python or LAUNCHES.search(command_line(pid, MOST_LETTERS)) is not None
+
+
+def home_of(spool: str) -> str:
+    """Return the HVD_ELASTIC_HOME of a run's spool on a host, which is HOME/spool/RUN/HOST."""
+    return os.path.realpath(f"{spool}/../../..")
+
+
+def is_elsewhere(pid: int, home: str) -> bool:
+    """Return whether a process is of a run in another HVD_ELASTIC_HOME than the caller's."""
+    spool = environment(pid).get(SPOOL)
+    own = home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"
+    return spool is not None and home_of(spool) != os.path.realpath(str(Path.home() / own))
 
 
 def is_own(pid: int) -> bool:
@@ -83,10 +117,12 @@ def find(
     ours: bool = False,
     pattern: str | None = None,
     variable: str = VARIABLE,
+    home: str | None = None,
 ) -> dict[Process, str]:
     """Return the processes to end, with run or job; never this process or its ancestors.
 
-    Without ``strays`` and ``pattern`` they are those with a ``variable`` in their environment.
+    Without ``strays`` and ``pattern`` they are those with a ``variable`` in their environment; of a
+    certain run in this ``home`` only, unless it is None.
     """
     processes = {pid: process for pid, process in all_processes().items() if is_own(pid)}
     spared = own_ancestors()
@@ -99,13 +135,20 @@ def find(
             if ASKS not in command and wanted.search(command):
                 marked[pid] = environment(pid).get(VARIABLE, "")
     elif strays:
-        found = {pid: job_of(environment(pid), ours) for pid in processes}
-        jobs = {pid: job for pid, job in found.items() if job is not None}
-        marked = {pid: jobs[pid] for pid in jobs if is_left_behind(pid, processes, jobs)}
+        found = {pid: environment(pid) for pid in processes}
+        jobs = {pid: job for pid in found for job in [job_of(found[pid], ours)] if job is not None}
+        keys = {pid: job_key(jobs[pid], found[pid]) for pid in jobs}
+        left = {pid for pid in jobs if is_left_behind(pid, processes, jobs)}
+        # What a worker of a live job has started in the background is not left behind.
+        alive = {keys[pid] for pid in jobs if pid not in left}
+        marked = {pid: jobs[pid] for pid in left if keys[pid] not in alive}
     else:
         runs = {pid: environment(pid).get(variable) for pid in processes}
         marked = {pid: name for pid, name in runs.items() if name is not None}
-        marked = {pid: name for pid, name in marked.items() if run in (None, name)}
+        if run is not None:
+            marked = {pid: name for pid, name in marked.items() if name == run}
+            if home is not None:
+                marked = {pid: name for pid, name in marked.items() if not is_elsewhere(pid, home)}
     ending: dict[Process, str] = {}
     for pid, name in marked.items():
         if pid not in spared:
@@ -118,10 +161,12 @@ def find(
 def main() -> None:
     """Read the request, end the processes, and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
+    run, home = request["run"], request["home"]
     seen: dict[tuple[int, int], dict[str, object]] = {}
 
     def find_and_note() -> dict[Process, str]:
-        found = find(request["run"], request["strays"], request["ours"], request["pattern"])
+        strays, ours, pattern = request["strays"], request["ours"], request["pattern"]
+        found = find(run, strays, ours, pattern, home=home)
         for process, name in found.items():
             entry = {"pid": process.pid, "command": command_line(process.pid), "run": name}
             seen.setdefault(process.key, {**entry, "ended": ""})
@@ -132,4 +177,11 @@ def main() -> None:
     else:
         for key, how in end_processes(find_and_note, request["grace_s"]).items():
             seen[key]["ended"] = how
-    sys.stdout.write(json.dumps({"processes": [seen[key] for key in sorted(seen)]}))
+    others = [
+        f"process {each.pid} of a run {name} in {home_of(environment(each.pid).get(SPOOL, ''))}: "
+        f"{command_line(each.pid)}"
+        for each, name in (find(run) if run is not None else {}).items()
+        if each.key not in seen and is_elsewhere(each.pid, home)
+    ]
+    processes = [seen[key] for key in sorted(seen)]
+    sys.stdout.write(json.dumps({"processes": processes, "others": others}))

@@ -113,6 +113,14 @@ def environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
+def real_uid(pid: int) -> int | None:
+    """Return the user who started a process, whatever rights it has; None if it is gone."""
+    for line in read(pid, "status").splitlines():
+        if line.startswith(b"Uid:"):
+            return int(line.split()[1])
+    return None
+
+
 def command_line(pid: int, most: int = SHOWN_LETTERS) -> str:
     """Return the command line of a process, cut to ``most`` characters."""
     return read(pid, "cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()[:most]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,11 +76,14 @@ class Ended:
     Attributes:
         files: files that dead processes had left.
         gpus: a line of text for each process that still holds GPU memory.
+        others: a line of text for each process of a run of this name in another HVD_ELASTIC_HOME,
+            which is another run: they are left alone.
     """
 
     processes: tuple[FoundProcess, ...]
     files: tuple[LeftFile, ...]
     gpus: tuple[str, ...]
+    others: tuple[str, ...] = ()
 
 
 def kill_run(
@@ -110,14 +114,16 @@ def kill_run(
     def kill(host: Host, stopper: Stopper) -> Ended:
         with connect(host, options) as connection:
             stopper.add_action(connection.close)
-            processes = end_processes_of(connection, target, grace_s, kill_s, dry_run)
+            found = _end_processes(connection, target, grace_s, kill_s, dry_run)
             # Files cannot be selected by pattern, so those of all dead runs are included then.
             request = {"run": target.run, "host": host.name, "dry_run": dry_run}
+            request["tmpdir"] = os.environ.get("TMPDIR", "")
             left = run_script(connection, "clear_left", request, SCRIPT_S)
             return Ended(
-                tuple(FoundProcess(**entry) for entry in processes),
+                tuple(FoundProcess(**entry) for entry in found["processes"]),
                 tuple(LeftFile(**entry) for entry in left["removed"]),
                 tuple(left["gpus"]),
+                tuple(found["others"]),
             )
 
     limit_s = options.connect_timeout_s + kill_s + SCRIPT_S + 10.0
@@ -144,9 +150,22 @@ def end_processes_of(
         dry_run: only list them.
         ours: whether processes that our own agents left count as strays too.
     """
-    request = {**vars(target), "ours": ours, "grace_s": grace_s, "dry_run": dry_run}
-    found: list[dict[str, Any]] = run_script(connection, "kill_run", request, limit_s)["processes"]
+    answer = _end_processes(connection, target, grace_s, limit_s, dry_run, ours)
+    found: list[dict[str, Any]] = answer["processes"]
     return found
+
+
+def _end_processes(
+    connection: Connection,
+    target: Target,
+    grace_s: float,
+    limit_s: float,
+    dry_run: bool,
+    ours: bool = False,
+) -> Any:
+    request = {**vars(target), "ours": ours, "grace_s": grace_s, "dry_run": dry_run}
+    request["home"] = os.environ.get("HVD_ELASTIC_HOME", "")
+    return run_script(connection, "kill_run", request, limit_s)
 
 
 def _assess_left(ended: Ended) -> tuple[Outcome, str]:

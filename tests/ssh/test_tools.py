@@ -320,9 +320,12 @@ def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
         orphan("sleep 100"),
         orphan("sleep 100", "HVD_ELASTIC_RUN_ID=run", names[0]),
     ]
-    # This test is their launcher, and alive.
+    # This test is their launcher, and alive; they are of other jobs than the strays.
     held = [
-        subprocess.Popen(["env", name, "sh", "-c", "sleep 100; :"], start_new_session=True)
+        subprocess.Popen(
+            ["env", f"{name}1", "MASTER_PORT=1", "sh", "-c", "sleep 100; :"],
+            start_new_session=True,
+        )
         for name in names
     ]
     try:

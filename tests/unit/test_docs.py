@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shlex
@@ -14,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer._click.exceptions import ClickException
 
 from hvd_elastic.cli.app import SECTIONS
 from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.records.events import EVENT_TYPES
+from hvd_elastic.tools.copy.copying import check_destination
 from scripts import commands_doc
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
@@ -58,9 +61,19 @@ def command_lines(text: str) -> Iterator[str]:
                 words = line.removeprefix("$ ").split(" #", 1)[0].strip().removesuffix("\\")
                 if words.startswith(PROGRAMS):
                     yield words
+                    yield from inner_commands(words)
     for code in _CODE.findall(_FENCE.sub("", text)):
         if code.startswith(PROGRAMS):
             yield code
+
+
+def inner_commands(line: str) -> Iterator[str]:
+    """Calls of our programs within a word of a line, as in ``--prepare 'A && B'``."""
+    with contextlib.suppress(ValueError):  # the line goes on in the next one
+        for word in shlex.split(line, comments=True):
+            for command in re.split(r"\s*(?:&&|;)\s*", word):
+                if re.match(rf"(?:{'|'.join(PROGRAMS)}) ", command):
+                    yield command
 
 
 def split_command(line: str) -> tuple[str, list[str]]:
@@ -84,6 +97,24 @@ def unknown_options(name: str, words: list[str]) -> list[str]:
             break
         given.append(word.partition("=")[0])
     return [word for word in given if _OPTION.fullmatch(word) and word not in known]
+
+
+def check_use(name: str, words: list[str]) -> None:
+    """Check the arguments of a tool as the tool does, before it reaches a host."""
+    if name not in ("killclust", "copyclust") or "--help" in words:
+        return
+    try:
+        given = COMMANDS[name].make_context(name, words).params
+    except ClickException:  # the end of it is left out
+        return
+    if name == "killclust":
+        ways = [given["run_id"], given["every"], given["strays"], given["user_processes"]]
+        assert sum(map(bool, ways)) == 1, "it needs one of --run, --all, --strays, ..."
+    elif given["places"] and not given["from_each"]:
+        *source, destination = given["places"]
+        assert len(source) == (0 if given["pull"] else 1)
+        if not (destination.isupper() or "{" in destination):  # such as DST
+            check_destination("".join(source), destination.replace("$PWD", "/here"))
 
 
 def texts_of(path: Path) -> Iterator[str]:
@@ -123,6 +154,7 @@ def test_commands_and_options_exist(page: Path) -> None:
             continue
         assert name in COMMANDS, f"{page.name}: {line!r}: there is no command {name!r}"
         assert unknown_options(name, words) == [], f"{page.name}: {line!r}"
+        check_use(name, words)
 
 
 def test_commands_that_messages_advise_have_their_options() -> None:
@@ -134,6 +166,8 @@ def test_commands_that_messages_advise_have_their_options() -> None:
                 if name in COMMANDS:  # else it is a group, or prose
                     checked += 1
                     assert unknown_options(name, words) == [], f"{path}: {line!r}"
+                    if name == "killclust" and words:
+                        check_use(name, words)
     assert checked > 100
 
 

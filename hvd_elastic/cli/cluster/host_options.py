@@ -82,10 +82,11 @@ class HostOptions:
             for name in ("paramiko", "invoke"):
                 logging.getLogger(name).setLevel(logging.INFO)
         self.hosts = self.read_hosts()
-        if self.identity is not None and not self.identity.expanduser().is_file():
+        identity = self.identity and self.identity.expanduser()
+        if identity is not None and not identity.is_file():
             raise UsageError(f"--identity {self.identity}: no such file; name a private key")
         config = self.ssh_config or config_beside(self.hostfile)
-        self.ssh = SshOptions(config, self.connect_timeout, identity=self.identity)
+        self.ssh = SshOptions(config, self.connect_timeout, identity=identity)
 
     def read_hosts(self) -> Sequence[Host]:
         """Read the hostfile, and return the selected hosts."""

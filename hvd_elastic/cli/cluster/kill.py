@@ -94,7 +94,7 @@ def kill(
 def _has_traces(result: HostResult[Ended]) -> bool:
     # Only a temporary folder shows which run left it.
     files = [file for file in result.answer.files if file.kind == "temporary folder"]
-    return bool(result.answer.processes or files)
+    return bool(result.answer.processes or result.answer.others or files)
 
 
 def _check_run_is_known(run_id: str) -> None:
@@ -127,6 +127,7 @@ def describe_ended(result: HostResult[Ended]) -> dict[str, Any]:
         "processes": [vars(process) for process in value.processes] if value else [],
         "files": [vars(file) for file in value.files] if value else [],
         "gpus": list(value.gpus) if value else [],
+        "others": list(value.others) if value else [],
     }
 
 
@@ -136,6 +137,8 @@ def show_ended(result: HostResult[Ended], printer: Printer, dry_run: bool) -> st
     for process in ended.processes:
         done = {"": "found", "left": "NOT ended"}.get(process.ended, f"{process.ended} ended")
         printer.lines(result.host, "stdout", f"{done} {process.pid}  {process.command}")
+    for line in ended.others:
+        printer.lines(result.host, "stdout", f"left alone, of another HVD_ELASTIC_HOME: {line}")
     for file in ended.files:
         done = "found" if dry_run else "removed"
         text = f"{done} {file.kind} {file.path}  {bytes_words(file.bytes)}"

@@ -32,15 +32,15 @@ def shell(
 
       hvd-elastic shell 12.3
     """
+    from hvd_elastic.hosts.remote_python import PROGRAMS, program_text
     from hvd_elastic.hosts.terminal import run_in_terminal
-    from hvd_elastic.programs import enter_job
 
     folder, rank = _parse_job(job)
     known, options = hosts_by_ssh(folder, "shell", ": open a shell there by its own means")
     name = host_of_rank(folder, rank, list(known))
     if name not in known:
         raise RunError(f"run {folder.run_id} is leaving host {name}; call again in a moment")
-    source = Path(enter_job.__file__).read_text(encoding="utf-8")
+    source = program_text(f"{PROGRAMS}.enter_job")
     command = shlex.join(["exec", "python3", "-c", source, folder.run_id, name])
     status = run_in_terminal(known[name], command, options)
     if status:

@@ -85,6 +85,7 @@ class Comparison:
         doubtful: files whose size is right and whose time or owner differs (or that are to be
             compared).
         touched: files of which only the time or the mode is to be set.
+        share: number of files that this host is to have.
         extra: paths to be removed.
         digests: sha256 of doubtful files that proved equal to the source's.
 
@@ -105,23 +106,21 @@ class Comparison:
         self.tree = tree
         self.folders = Folders(root)
         self.deletes = deletes
+        self._patterns = patterns
         self.needed: list[int] = []
         self.doubtful: list[int] = []
         self.touched: list[int] = []
+        self.share = len(tree.files)
         self.extra: list[str] = []
         self.digests: dict[int, bytes] = {}
         self._replaced_bytes = 0
         self._check_kind(place)
         there = os.path.isdir(root)
-        others_write = there and self.folders.others_write()
         for index, file in enumerate(tree.files):
             status = self.folders.status(file.path) if there else None
             if status is None or not stat.S_ISREG(status.st_mode):
-                if status is not None and stat.S_ISDIR(status.st_mode) and not deletes:
-                    raise StoreError(
-                        f"{self.folders.shown(file.path)} is a folder there and a file in the "
-                        "source; remove it, or give --delete"
-                    )
+                if status is not None and stat.S_ISDIR(status.st_mode):
+                    self._check_may_go(file.path)
                 self.needed.append(index)
             elif status.st_size != file.size:
                 self._replaced_bytes += status.st_blocks * 512
@@ -129,13 +128,13 @@ class Comparison:
             elif (
                 checksum
                 or status.st_mtime_ns != file.mtime_ns
-                or (others_write and is_foreign(status))
+                or (is_foreign(status) and self.folders.others_write(file.path))
             ):
                 self.doubtful.append(index)
             elif stat.S_IMODE(status.st_mode) != file.mode:
                 self.touched.append(index)
         if deletes and there and tree.is_folder:
-            self._find_extra(patterns)
+            self._find_extra()
 
     def _check_kind(self, place: bytes) -> None:
         try:
@@ -150,7 +149,15 @@ class Comparison:
                 "into it"
             )
 
-    def _find_extra(self, patterns: list[str]) -> None:
+    def _check_may_go(self, path: str) -> None:
+        """Check that the folder in the place of a file of the source may be removed."""
+        where = f"{self.folders.shown(path)} is a folder there and a file in the source"
+        if not self.deletes:
+            raise StoreError(f"{where}; remove it, or give --delete")
+        if not self.is_removable(path):
+            raise StoreError(f"{where}, and has files that --exclude keeps; move these away")
+
+    def _find_extra(self) -> None:
         expected: dict[str, set[str]] = {path: set() for path, _, _ in self.tree.folders}
         for path in self.tree.paths + [path for path, _, _ in self.tree.folders if path]:
             folder, _, name = path.rpartition("/")
@@ -162,14 +169,34 @@ class Comparison:
                 continue
             for name in found:
                 path = f"{folder}/{name}" if folder else name
-                if name not in names and path not in OURS and not is_excluded(path, patterns):
-                    self.extra.append(path)
+                if name not in names and path not in OURS:
+                    self.extra += self.removable(path)
+
+    def removable(self, path: str) -> list[str]:
+        """Return what may be removed of an entry: all of it, or the parts of a folder that hold
+        nothing that a pattern matches.
+        """
+        if is_excluded(path, self._patterns):
+            return []
+        try:
+            names = list_names(self.folders.folder(path)) if self._patterns else []
+        except OSError:  # no folder; or the error is reported when it is removed
+            return [path]
+        below = [(f"{path}/{name}", self.removable(f"{path}/{name}")) for name in names]
+        if all(parts == [each] for each, parts in below):
+            return [path]
+        return [part for _, parts in below for part in parts]
+
+    def is_removable(self, path: str) -> bool:
+        """Return whether nothing in an entry matches a pattern."""
+        return self.removable(path) == [path]
 
     def take_share(self, number: int, shares: int) -> None:
         """Keep only this host's share of the files: every ``shares``-th, beginning with ``number``.
 
         Existing files of other shares stay as they are.
         """
+        self.share = len(range(number, self.share, shares))
         for files in (self.needed, self.doubtful, self.touched):
             files[:] = [index for index in files if index % shares == number]
 

@@ -127,7 +127,7 @@ class Feeder:
 
     Attributes:
         sent: bytes given to the link so far; -1 until the node was reached.
-        sending: whether it is waiting for the link (and not for the store).
+        sending: whether it is waiting for the link (and not for the store, the disk or its pace).
     """
 
     def __init__(
@@ -169,7 +169,9 @@ class Feeder:
             if self.dropped.is_set():
                 return
             self._link.send_list(self.number)
-            for index, offset in self._in_turn(self._link.read_list()):
+            wanted = self._link.read_list()
+            self.sending = False
+            for index, offset in self._in_turn(wanted):
                 self._feed(index, offset)
             self._held += make_frame(LAST, 0)
             self._flush()
@@ -207,11 +209,9 @@ class Feeder:
             return
         # Send what is ready, instead of holding it until the rest is.
         self._flush()
-        self.sending = False
         while not over(*arguments, WAIT_S):
             if self.dropped.is_set():
                 raise LinkError("dropped")
-        self.sending = True
 
     def _feed(self, index: int, offset: int) -> None:
         size = self._store.tree.files[index].size
@@ -318,7 +318,9 @@ class Feeder:
             raise LinkError("dropped")
         self._pace.wait(len(data))
         begun = time.perf_counter()
+        self.sending = True
         self._link.send(data)
+        self.sending = False
         if self._packer is not None:
             self._packer.sent(len(data), time.perf_counter() - begun)
         self.sent += len(data)

@@ -48,6 +48,8 @@ from hvd_elastic.programs.copy.tree import Keeps, Tree, encode, read_tree, shown
 BEAT_S = 0.25
 # The leader pings every 5 s; without anything for this time it is taken for lost.
 LEADER_SILENCE_S = 30.0
+# A long message is read in pieces of this size; each shows that the leader lives.
+PIECE_BYTES = 1 << 16
 # Maximum wait at the end for the thread that receives.
 ENDING_S = 3.0
 
@@ -63,6 +65,7 @@ class Node:
         self._lock = threading.RLock()
         self._saying = threading.Lock()
         self._heard = time.monotonic()
+        self._lines: queue.Queue[bytes] = queue.Queue()
         self._ending = False
 
     def say(self, what: str, **fields: Any) -> None:
@@ -79,11 +82,11 @@ class Node:
         """Carry out commands until the input ends."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.end_process())
+        threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         try:
             self.open_session()
-            for line in sys.stdin.buffer:
-                self._heard = time.monotonic()
+            for line in iter(self._lines.get, b""):
                 message = json.loads(line.decode("ascii"))
                 self.obey(message["do"], message)
         except StoreError as error:
@@ -130,6 +133,19 @@ class Node:
     def beat(self) -> dict[str, Any]:
         """Return the fields that a subclass adds to each progress report."""
         return {}
+
+    def _listen(self) -> None:
+        """Queue the lines of stdin, so that the leader is heard while a command is carried out."""
+        pieces = []
+        try:
+            for piece in iter(lambda: sys.stdin.buffer.readline(PIECE_BYTES), b""):
+                self._heard = time.monotonic()
+                pieces.append(piece)
+                if piece.endswith(b"\n"):
+                    self._lines.put(b"".join(pieces))
+                    pieces.clear()
+        finally:
+            self._lines.put(b"")
 
     def _beat(self) -> None:
         while True:
@@ -189,8 +205,6 @@ class Source(Node):
         self.say(
             "tree",
             tree=pack(tree),
-            files=len(tree.files),
-            bytes=sum(file.size for file in tree.files),
             skipped=[shown(path) for path in skipped],
         )
 
@@ -307,6 +321,7 @@ class Destination(Node):
                 return
         self.say(
             "ready",
+            share=plan.share,
             files=len(plan.needed),
             bytes=plan.needed_bytes,
             left=plan.needed_bytes if self._target is None else self._target.left,

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from hvd_elastic.programs.copy.comparison import StoreError, check_free
-from hvd_elastic.programs.copy.fetch_command import fill, placeholders
+from hvd_elastic.programs.copy.fetch_command import fill, placeholders, variables
 from hvd_elastic.programs.copy.frames import LinkError, pack, unpack
 from hvd_elastic.programs.copy.node import Destination
 from hvd_elastic.programs.copy.store import SharedError, Target, lock_folder, open_own_folder
@@ -31,6 +31,7 @@ from hvd_elastic.programs.copy.tree import (
     Folders,
     Tree,
     check_inside,
+    copied_mode,
     decode,
     encode,
     is_foreign,
@@ -135,7 +136,7 @@ class Pull:
                 and file.size in (None, status.st_size)
                 and not is_foreign(status)
             ):
-                mode = stat.S_IMODE(status.st_mode)
+                mode = copied_mode(status)
                 found.append((index, status.st_size, status.st_mtime_ns, mode))
             else:
                 wanted += file.size or 0
@@ -246,15 +247,13 @@ class Pull:
             parent, name = self._folders.of(path)
             os.rename(self._name_of(index), name, src_dir_fd=self._own, dst_dir_fd=parent)
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        return index, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)
+        return index, status.st_size, status.st_mtime_ns, copied_mode(status)
 
     def foreign(self, tree: Tree) -> str:
         """Return the path of a file or link that another user may have put there; "": none."""
-        if not self._folders.others_write():
-            return ""
         for path in tree.paths:
             status = self._folders.status(path)
-            if status is not None and is_foreign(status):
+            if status is not None and is_foreign(status) and self._folders.others_write(path):
                 return path
         return ""
 
@@ -298,6 +297,8 @@ class Pull:
 
     def _run(self, values: dict[str, str]) -> None:
         text = encode(fill(self._command, values))
+        added = {encode(name): encode(value) for name, value in variables(values).items()}
+        environment = {**os.environb, **added}
         argv = [b"/bin/sh", b"-c", b'umask "$0"; eval "$1"', b"%03o" % self._umask, text]
         with tempfile.TemporaryFile() as errors:
             with self._starting:
@@ -305,6 +306,7 @@ class Pull:
                     raise CommandError("the copy has ended")
                 popen = subprocess.Popen(
                     argv,
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,

@@ -381,9 +381,9 @@ class Target(Store):
         except OSError as error:
             raise StoreError(self._folders.says(error)) from error
         try:
-            for path, _, _ in self.tree.folders:
+            for path, mode, _ in self.tree.folders:
                 if path:
-                    self._make_folder(path)
+                    self._make_folder(path, mode)
                 else:
                     _make_writable(self._folders.folder(""))
             for index in plan.needed:
@@ -397,14 +397,15 @@ class Target(Store):
             raise StoreError(self._folders.says(error)) from error
         self._names = Names(self._parts, self._give_name)
 
-    def _make_folder(self, path: str) -> None:
+    def _make_folder(self, path: str, mode: int) -> None:
         status = self._folders.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             self._folders.remove(path)
             status = None
         if status is None:
             parent, name = self._folders.of(path)
-            os.mkdir(name, 0o700, dir_fd=parent)
+            # Another call cannot know that an interrupted one has made it.
+            os.mkdir(name, 0o755 if mode == ANY else 0o700, dir_fd=parent)
             self._made.add(path)
         else:
             _make_writable(self._folders.folder(path))
@@ -594,7 +595,8 @@ class Target(Store):
         for path, to, mtime_ns in self.tree.links:
             attempt(path, self._link, path, to, mtime_ns)
         for path in self._plan.extra:
-            attempt(path, self._folders.remove, path)
+            for part in self._plan.removable(path):  # there may be more in a folder by now
+                attempt(part, self._folders.remove, part)
         exposed = self._exposed()
         self._drop_parts(keep=bool(self._coming))
         for path, mode, mtime_ns in reversed(self.tree.folders):
@@ -654,8 +656,6 @@ class Target(Store):
         number = self._folders.folder(path)
         if mode != ANY:
             os.fchmod(number, mode)
-        elif path in self._made:
-            os.fchmod(number, 0o755)
         if path in self._made and os.fstat(number).st_uid != self._uid:
             raise OSError(errno.EPERM, "another user has replaced it during the copy")
         if mtime_ns != ANY:
@@ -709,7 +709,7 @@ class Target(Store):
         if there is not None and stat.S_ISDIR(there.st_mode):
             if not self._plan.deletes:
                 raise OSError(errno.EISDIR, "a folder in the place of a file; give --delete")
-            self._folders.remove(path)
+            self._make_way(path)
         parent, name = self._folders.of(first)
         temporary = b"name"
         os.link(name, temporary, src_dir_fd=parent, dst_dir_fd=self._parts, follow_symlinks=False)
@@ -724,10 +724,16 @@ class Target(Store):
             if status is not None:
                 if stat.S_ISDIR(status.st_mode) and not self._plan.deletes:
                     raise OSError(errno.EISDIR, "a folder in the place of a link; give --delete")
-                self._folders.remove(path)
+                self._make_way(path)
                 parent, name = self._folders.of(path)
             os.symlink(encode(to), name, dir_fd=parent)
         os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=parent, follow_symlinks=False)
+
+    def _make_way(self, path: str) -> None:
+        """Remove what has the name of a file or link, unless a pattern keeps a part of it."""
+        if not self._plan.is_removable(path):
+            raise OSError(errno.ENOTEMPTY, "a folder with files that --exclude keeps; move them")
+        self._folders.remove(path)
 
     def abandon(self, keep: bool) -> None:
         """End an unfinished copy; ``keep`` leaves large partial files for the next one."""
@@ -823,8 +829,13 @@ class Target(Store):
     def problem(self, index: int, number: int) -> str:
         if index in self.digests:
             return ""
-        if is_foreign(os.fstat(number)) and self._folders.others_write():
-            return "it belongs to another user"
+        if is_foreign(os.fstat(number)):
+            folders = Folders(self._folders.root)  # feeders are threads: each needs its own
+            try:
+                if folders.others_write(self.tree.files[index].path):
+                    return "it belongs to another user"
+            finally:
+                folders.close()
         return super().problem(index, number)
 
     def explain(self, error: OSError) -> str:

@@ -103,6 +103,12 @@ def is_foreign(status: os.stat_result) -> bool:
     return status.st_uid not in (0, os.geteuid())
 
 
+def copied_mode(status: os.stat_result) -> int:
+    """Return the mode of a file's copy: the set-uid bit would give it the rights of the copier."""
+    mode = stat.S_IMODE(status.st_mode)
+    return mode if status.st_uid == os.geteuid() else mode & ~0o6000
+
+
 def user_name(uid: int) -> str:
     """Return the name of a user, or the number if there is none."""
     try:
@@ -231,8 +237,7 @@ def _add_file(
         stored = _data_bytes(full, status.st_size)
         if stored < status.st_size:  # else the file system compresses it
             tree.stored.append((len(tree.files), stored))
-    mode = stat.S_IMODE(status.st_mode)
-    tree.files.append(File(path, status.st_size, status.st_mtime_ns, mode))
+    tree.files.append(File(path, status.st_size, status.st_mtime_ns, copied_mode(status)))
 
 
 def _data_bytes(full: bytes, size: int) -> int:
@@ -370,13 +375,17 @@ class Folders:
             os.close(self._open.popitem(last=False)[1])
         return number
 
-    def others_write(self) -> bool:
-        """Return whether other users can put entries into the destination, or replace some.
+    def others_write(self, path: str) -> bool:
+        """Return whether other users can replace an entry, or a folder above it.
 
         What other users own in a folder where they cannot was put there by us, or by our command.
         """
-        status = os.fstat(self.folder(""))
-        return bool(status.st_mode & 0o022) or is_foreign(status)
+        while path:
+            path = path.rpartition("/")[0]
+            status = os.fstat(self.folder(path))
+            if status.st_mode & 0o022 or is_foreign(status):
+                return True
+        return False
 
     def status(self, path: str) -> os.stat_result | None:
         """Return an entry's status without following links; None if it does not exist."""

@@ -52,7 +52,8 @@ class _Member:
         sent: bytes that its feeder has sent to it; -1 until connected.
         sent_changed: time when ``sent`` last changed, or nothing was to be sent [s].
         sending: whether its feeder is waiting for the link.
-        stalls: number of times it was moved because its feeder could not send to it.
+        stalls: number of times that it was moved, since it received something, because its feeder
+            could not send to it.
         moved: whether it was moved to the end because it is slow.
         blocked: nodes that could not connect to it.
     """
@@ -192,6 +193,8 @@ class Chain:
         member.heard = now
         if received is None:
             return
+        if received > member.received:
+            member.stalls = 0
         member.received, member.left = received, left
         member.history.append((now, received))
         while len(member.history) > 2 and now - member.history[1][0] >= RATE_WINDOW_S:

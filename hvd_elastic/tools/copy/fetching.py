@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,11 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, connect
 from hvd_elastic.hosts.transfer import receive_file
 from hvd_elastic.replaced_files import temporary_in
+
+# Limit for a host to tell the mode of its file.
+MODE_S = 60.0
+# A copy is executed as the host's file is, and only its owner can write it.
+MOST_MODE = 0o755
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,14 @@ def fetch_from_each(
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with temporary_in(folder) as temporary:
-                    with temporary.open("wb") as file:
+                    number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                    with os.fdopen(number, "wb") as file:
                         receive_file(connection, there, file.write)
                         size = file.tell()
+                        told = connection.run(["stat", "-Lc", "%a", there], MODE_S)
+                        mode = (told.text.split() or [""])[-1]  # a log-in may print before it
+                        if told.ok and mode.isdecimal():  # else it stays private
+                            os.fchmod(number, int(mode, 8) & MOST_MODE)
                     target.parent.mkdir(exist_ok=True)  # of a host that fails there is no folder
                     temporary.replace(target)
             except OSError as error:

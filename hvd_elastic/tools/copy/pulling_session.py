@@ -269,8 +269,6 @@ class PullSession(CopySession):
             return
         if event["tree"] is not None:
             self._tree = event["tree"]
-            _, listed, *_ = unpack(event["tree"])
-            self._files = len(listed)
         self._end_fetching()
 
     def _end_fetching(self) -> None:
@@ -303,7 +301,6 @@ class PullSession(CopySession):
             entries.append([path, *self._entries[index]])
             parts = path.split("/")
             folders |= {"/".join(parts[:end]) for end in range(1, len(parts))}
-        self._files = len(entries)
         # Parents before their contents; times and modes of folders in the store are unknown.
         return [True, entries, [[path, ANY, ANY] for path in sorted(folders)], [], [], [], []]
 

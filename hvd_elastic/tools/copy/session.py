@@ -153,7 +153,6 @@ class CopySession(AbstractContextManager["CopySession"]):
         self._chain = Chain(SOURCE, spread=settings.shard)
         self._links: dict[str, str] = {}
         self._tree: str | None = None
-        self._files = 0
         self._first_ready = 0.0
         self._begun = False
         self.skipped: list[str] = []
@@ -169,8 +168,9 @@ class CopySession(AbstractContextManager["CopySession"]):
         """
         for node in self._everybody():
             self._start_node(node)
+        threading.Thread(target=self._ping, name="pings", daemon=True).start()
         open_nodes = set(self._nodes)
-        last_tick = pinged = looked = time.monotonic()
+        last_tick = looked = time.monotonic()
         while open_nodes:
             said = None
             with contextlib.suppress(queue.Empty):
@@ -185,10 +185,6 @@ class CopySession(AbstractContextManager["CopySession"]):
                 last_tick = now
                 self._tick()
                 self._tell_progress()
-                if now - pinged >= PING_S:
-                    pinged = now
-                    for each in self._everybody():
-                        each.tell("ping")
             if self._newcomers is not None and now - looked >= LOOK_S:
                 looked = now
                 open_nodes.update(self._admit(self._newcomers()))
@@ -213,6 +209,14 @@ class CopySession(AbstractContextManager["CopySession"]):
         deadline = time.monotonic() + END_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _ping(self) -> None:
+        """Ping the nodes, also while a long message is sent to one of them."""
+        while not self._closed.wait(PING_S):
+            for node in self._everybody():
+                # One that is being sent a message hears the leader by that.
+                if node.process is not None and not node.process.stdin.is_in_use:
+                    node.tell("ping")
 
     def _start_node(self, node: Node) -> None:
         threading.Thread(
@@ -255,7 +259,13 @@ class CopySession(AbstractContextManager["CopySession"]):
         except (HvdElasticError, OSError) as error:
             self._events.put((node, error))
             return
-        for line in process.stdout:
+        pieces = []
+        for piece in process.stdout:
+            pieces.append(piece)
+            if not piece.endswith(b"\n"):  # a line longer than the buffer comes in pieces
+                continue
+            line = b"".join(pieces)
+            pieces.clear()
             # Output of login scripts is not JSON and is skipped.
             with contextlib.suppress(ValueError):
                 message = parse_json(line)
@@ -334,7 +344,6 @@ class CopySession(AbstractContextManager["CopySession"]):
         match event["say"]:
             case "tree":
                 self._tree = event["tree"]
-                self._files = event["files"]
                 self.skipped = event["skipped"]
                 for node in self._nodes.values():
                     self._send_tree(node)
@@ -418,7 +427,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         return Copied(
             files=ready["files"],
             size_bytes=ready["bytes"],
-            skipped=self._files - ready["files"] - ready["touched"],
+            skipped=ready["share"] - ready["files"] - ready["touched"],
             touched=ready["touched"],
             removed=tuple(ready["extra"]),
             resumed_bytes=ready["bytes"] - ready["left"],

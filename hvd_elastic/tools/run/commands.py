@@ -40,6 +40,8 @@ __all__ = [
 BACKSTOP_S = 30.0
 # Pause before the second attempt to connect; it doubles with each further one.
 FIRST_PAUSE_S = 0.5
+# Options of the time limits.
+TIMEOUT, TOTAL_TIMEOUT = "--timeout", "--total-timeout"
 # Exit statuses that a shell defines; SIGNALLED + N is that of signal N.
 CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
 LAST_SIGNAL = 64
@@ -74,7 +76,7 @@ class CommandResult(Result):
     Attributes:
         stdout_bytes, stderr_bytes: size of its complete output.
         stdout_fingerprint, stderr_fingerprint: equal if two hosts printed the same, kept or not.
-        timed_out: whether it was stopped at its time limit; ``exit_status`` is -1 then.
+        limit: option of the time limit at which it was stopped; ``exit_status`` is -1 then.
         stopped: whether it is known to have ended.
     """
 
@@ -82,8 +84,13 @@ class CommandResult(Result):
     stderr_bytes: int = 0
     stdout_fingerprint: bytes = b""
     stderr_fingerprint: bytes = b""
-    timed_out: bool = False
+    limit: str = ""
     stopped: bool = True
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it was stopped at a time limit."""
+        return bool(self.limit)
 
     @property
     def left_out_bytes(self) -> int:
@@ -242,13 +249,13 @@ class _Task:
                 )
                 with watched(connection, lambda: out.size_bytes + err.size_bytes):
                     try:
-                        status, stopped = self._wait(host, running, stopper, (out, err))
+                        status, stopped, limit = self._wait(host, running, stopper, (out, err))
                     except NotHeldError:
                         if not self._settings.how.is_plain:
                             raise
                         process = connection.start(self._command, err.take_piece, out.take_piece)
                         running = _PlainCommand(process)
-                        status, stopped = self._wait(host, running, stopper, (out, err))
+                        status, stopped, limit = self._wait(host, running, stopper, (out, err))
                 if status is not None and status < 0:
                     stopped = connection.answers()
             finally:
@@ -263,7 +270,7 @@ class _Task:
                 err.size_bytes,
                 out.fingerprint,
                 err.fingerprint,
-                timed_out=status is None,
+                limit=limit,
                 stopped=stopped,
             )
 
@@ -273,8 +280,10 @@ class _Task:
         running: HeldCommand | _PlainCommand,
         stopper: Stopper,
         captures: tuple[Capture, Capture],
-    ) -> tuple[int | None, bool]:
-        """Return the exit status (None if it timed out) and whether it has certainly ended."""
+    ) -> tuple[int | None, bool, str]:
+        """Return the exit status (None if it timed out), whether it has certainly ended, and the
+        option of the limit that ran out, if one did.
+        """
         stopper.add_action(running.stop)
         failures: list[HvdElasticError] = []
         given = self._input(host)
@@ -288,9 +297,11 @@ class _Task:
                 daemon=True,
             ).start()
         try:
-            status = running.wait(self._time_left(self._settings.timeout_s))
+            limit_s = self._time_left(self._settings.timeout_s)
+            status = running.wait(limit_s)
         except TimeoutError:
-            return None, running.stop()
+            own = limit_s == self._settings.timeout_s
+            return None, running.stop(), TIMEOUT if own else TOTAL_TIMEOUT
         except BaseException:
             running.close()
             raise
@@ -304,7 +315,7 @@ class _Task:
         while not running.wait_drained(STRAGGLER_S) and seen != written():
             seen = written()
         running.close()
-        return status, True
+        return status, True, ""
 
     def _input(self, host: Host) -> InputSpool | FileInput | None:
         path = self._inputs.get(host.name)
@@ -361,10 +372,9 @@ def _feed(
 
 def _assess(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, str]:
     if result.timed_out:
-        limits = {"--timeout": settings.timeout_s, "--total-timeout": settings.total_timeout_s}
-        limit_s, flag = min((limit, flag) for flag, limit in limits.items() if limit is not None)
-        return Outcome.TIMED_OUT, f"did not end within {limit_s:g} s and " + (
-            f"was stopped. Give it more time with {flag}"
+        limit_s = {TIMEOUT: settings.timeout_s, TOTAL_TIMEOUT: settings.total_timeout_s}
+        return Outcome.TIMED_OUT, f"did not end within {limit_s[result.limit]:g} s and " + (
+            f"was stopped. Give it more time with {result.limit}"
             if result.stopped
             else "cannot be stopped: the host does not answer. It may still run there"
         )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.cli.cluster.copy import copied_in_words
-from hvd_elastic.cli.cluster.host_options import HereOptions
+from hvd_elastic.cli.cluster.host_options import HereOptions, HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cli.cluster.run import _is_nothing
 from hvd_elastic.cli.cluster.tools import (
@@ -81,6 +81,14 @@ def test_an_empty_place_is_not_the_current_folder(places: list[str], refused: Re
 
 def test_an_empty_run_is_none(refused: Refused) -> None:
     assert "--run '': it is empty" in refused(killclust_main, "--run", "")
+
+
+def test_a_key_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("key", "hosts"):
+        (tmp_path / name).write_text("node1\n")
+    options = HostOptions(tmp_path / "hosts", identity=Path("~/key"))
+    assert options.ssh.identity == tmp_path / "key"
 
 
 EVERY_TOOL = pytest.mark.parametrize(

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.errors import SshError
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.route import Route, attempting
 from hvd_elastic.hosts.ssh_config import (
     VIRTCLUST_MARK,
     config_beside,
@@ -65,6 +68,19 @@ def test_what_names_other_hosts_only_is_left_out(tmp_path: Path) -> None:
         "Host gpu3\n Port 3\n"
     )
     assert "gpu3" in load_ssh_config(config, "gpu1").get_hostnames()
+
+
+def test_what_the_hostfile_gives_reaches_a_proxy_command(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text("ProxyCommand nc %h %p as %r\nHost gpu*\n  Port 1\n  User bob\n")
+    with attempting(Host("gpu1", port=2222, user="alice"), SshOptions(config)) as attempt:
+        route = Route(attempt.host, attempt.options, attempt)
+    assert route.entry["proxycommand"] == "nc gpu1 2222 as alice"
+    assert (route.port, route.user) == (2222, "alice")
+    with attempting(Host("gpu1"), SshOptions(config)) as attempt:
+        route = Route(attempt.host, attempt.options, attempt)
+    assert route.entry["proxycommand"] == "nc gpu1 1 as bob"
+    assert (route.port, route.user) == (1, "bob")
 
 
 def test_what_follows_an_include_in_an_included_file_stays_in_the_block(tmp_path: Path) -> None:

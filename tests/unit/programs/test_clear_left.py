@@ -77,6 +77,16 @@ def test_the_folder_of_an_agent_in_another_container_is_not_left_behind(
     assert not folder.exists()
 
 
+def test_the_folder_of_an_agent_is_found_in_the_callers_temporary_folder(
+    home: Path, tmp_path: Path
+) -> None:
+    folder, lock = make_scratch("no-such-run", "node1", {"TMPDIR": str(tmp_path)})
+    os.close(lock)
+    (told,) = clear("no-such-run", "node1", str(tmp_path), dry_run=False)
+    assert told["path"] == str(folder)
+    assert not folder.exists()
+
+
 def test_no_agent_loses_its_folder_to_a_call_at_the_same_time(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

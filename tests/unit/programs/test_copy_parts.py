@@ -28,8 +28,9 @@ from hvd_elastic.programs.copy.comparison import Comparison, StoreError, check_f
 from hvd_elastic.programs.copy.feed import LINK_UNKNOWN, Packer
 from hvd_elastic.programs.copy.pulling_node import Fetched, Listed, Pull
 from hvd_elastic.programs.copy.renaming import sync_disk
-from hvd_elastic.programs.copy.store import SharedError, Target
+from hvd_elastic.programs.copy.store import SharedError, SourceStore, Target
 from hvd_elastic.programs.copy.tree import (
+    ANY,
     FETCHED,
     PARTS,
     Keeps,
@@ -191,6 +192,35 @@ def test_what_setting_up_costs_is_no_measure_of_a_whole_frame(
 
 def test_nothing_is_compressed_for_a_link_that_holds_nobody_up() -> None:
     assert frames(Packer(), TEXT, 200, link_s=0.0) == [None] * 200
+
+
+def test_a_feeder_waits_for_its_link_only_while_it_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(2 * wire.FRAME_BYTES))
+    sending: dict[str, bool] = {}
+
+    def note(what: str, answer: Any = None) -> Any:
+        sending[what] = feeder.sending
+        return answer
+
+    class Disk(SourceStore):
+        def open(self, index: int) -> int:
+            return int(note("disk", super().open(index)))
+
+    link = SimpleNamespace(
+        send_list=lambda _: None,
+        read_list=lambda: note("list", [[0, wire.FRAME_BYTES]]),
+        send=lambda _: note("link"),
+        close=lambda: None,
+    )
+    monkeypatch.setattr(copy_feed, "connect", lambda *_: link)
+    monkeypatch.setattr(copy_feed.Pace, "wait", lambda *_: note("pace"))
+    monkeypatch.setattr(copy_feed, "hash_of", lambda *_: note("hash", hashlib.sha256()))
+    store = Disk(os.fsencode(tmp_path), walk(os.fsencode(tmp_path), [])[0])
+    feeder = copy_feed.Feeder(store, "b", 1, [], b"", None, 1.0, False, lambda *_: None)
+    feeder.run()
+    assert sending == {"list": True, "disk": False, "hash": False, "pace": False, "link": True}
 
 
 def target_of(place: Path, tree: Tree, copy: str = "this") -> Target:
@@ -612,6 +642,111 @@ def test_files_of_another_user_are_compared_and_not_trusted(
     pull = Pull(os.fsencode(place), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
     assert pull.find_listed() == [], "there is nothing to compare it with"
     assert pull.foreign(source) == "a"
+
+
+@other_user.needs_root
+def test_a_file_that_another_user_replaces_in_an_open_folder_below_is_compared(
+    open_folder: Path, source: Tree
+) -> None:
+    place = open_folder / "there"
+    (place / "below" / "deep").mkdir(parents=True)
+    (place / "below").chmod(0o777)
+    file = source.files[1]
+    tree = source._replace(files=[file._replace(path="below/deep/b")])
+
+    def plant() -> None:
+        path = place / "below" / "deep"
+        path.rename(path.with_name("taken"))
+        path.mkdir()
+        (path / "b").write_bytes(b"evil: b")
+        os.utime(path / "b", ns=(file.mtime_ns,) * 2)
+
+    other_user.call(plant)
+    plan = Comparison(os.fsencode(place), tree, [], deletes=False, checksum=False)
+    assert plan.doubtful == [0]
+    assert Pull(os.fsencode(place), "x {dst}", None, "c", 1, 0).foreign(tree) == "below/deep/b"
+
+
+@other_user.needs_root
+def test_a_file_of_another_user_in_an_open_folder_below_is_not_fed(
+    tmp_path: Path, source: Tree
+) -> None:
+    os.chown(tmp_path / "source" / "below" / "b", other_user.UID, other_user.UID)
+    target = target_of(tmp_path / "source", source)
+    number = target.open(1)
+    assert target.problem(1, number) == "", "nobody else could have put it there"
+    (tmp_path / "source" / "below").chmod(0o777)
+    assert target.problem(1, number) == "it belongs to another user"
+    os.close(number)
+    target.abandon(keep=False)
+
+
+@other_user.needs_root
+def test_a_set_uid_file_of_another_user_does_not_become_one_of_the_copier(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).touch()
+    os.chown(tmp_path / "theirs", other_user.UID, other_user.UID)
+    for name in ("ours", "theirs"):
+        (tmp_path / name).chmod(0o6755)
+    tree, _ = walk(os.fsencode(tmp_path), [])
+    assert {file.path: file.mode for file in tree.files} == {"ours": 0o6755, "theirs": 0o755}
+    listed = [Listed("ours", None), Listed("theirs", None)]
+    pull = Pull(os.fsencode(tmp_path), "x {dst} {path}", listed, "c", 1, 0)
+    assert [entry[3] for entry in pull.find_listed()] == [0o6755], "the other one is fetched"
+
+
+def test_folders_of_an_interrupted_pull_are_as_those_of_a_complete_one(
+    tmp_path: Path, source: Tree
+) -> None:
+    tree = source._replace(folders=[(path, ANY, ANY) for path, _, _ in source.folders])
+    target_of(tmp_path / "there", tree).abandon(keep=False)
+    assert (tmp_path / "there" / "below").stat().st_mode & 0o777 == 0o755
+
+
+def test_delete_keeps_what_a_pattern_matches_in_a_folder_that_the_source_lacks(
+    tmp_path: Path, source: Tree
+) -> None:
+    place = tmp_path / "there"
+    for name in ("old/deep/best.pt", "old/deep/log", "old/log", "gone/log"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).touch()
+    plan = Comparison(os.fsencode(place), source, ["*.pt"], deletes=True, checksum=False)
+    assert sorted(plan.extra) == ["gone", "old/deep/log", "old/log"]
+    target = Target(plan, "copy")
+    for index in plan.needed:
+        data = CONTENTS[index]
+        target.whole(index, hashlib.sha256(data).digest(), 0, data, b"")
+    (place / "gone" / "new.pt").touch()  # during the copy
+    assert target.finish() == []
+    left = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+    assert left == {"a", "below/b", "old/deep/best.pt", "gone/new.pt"}
+
+
+@pytest.mark.parametrize("what", ["file", "link", "name"])
+def test_a_folder_with_what_a_pattern_matches_makes_no_way(tmp_path: Path, what: str) -> None:
+    source, place = tmp_path / "source", tmp_path / "there"
+    source.mkdir()
+    (source / "a").write_bytes(b"a")
+    if what == "file":
+        (source / "x").write_bytes(b"x")
+    elif what == "link":
+        (source / "x").symlink_to("a")
+    else:
+        (source / "x").hardlink_to(source / "a")
+    (place / "x").mkdir(parents=True)
+    (place / "x" / "best.pt").touch()
+    tree, _ = walk(os.fsencode(source), ["*.pt"], ALL)
+    try:
+        plan = Comparison(os.fsencode(place), tree, ["*.pt"], deletes=True, checksum=False)
+        target = Target(plan, "copy", keeps=ALL)
+        target.adopt(0, opened(source / "a"))
+        problems = target.finish()
+    except StoreError as error:
+        problems = [str(error)]
+    assert len(problems) == 1
+    assert str(place / "x") in problems[0]
+    assert "--exclude keeps" in problems[0]
+    assert (place / "x" / "best.pt").exists()
 
 
 ALL = Keeps(hard_links=True, sparse=True, attributes=True)

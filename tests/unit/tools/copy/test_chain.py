@@ -76,6 +76,8 @@ def test_a_stalled_node_goes_to_the_end_then_to_the_source_then_out():
     chain.linked("b", 8.0)
     assert chain.links()["b"] == "leader"
     assert stall(8.0) == [Verdict("b", Why.HOPELESS)]
+    chain.hear("b", 12.0, 2 * MB, 98 * MB)
+    assert chain.blame("b") == Verdict("b", Why.STALLED), "something has arrived since"
 
 
 @pytest.mark.parametrize("followers", [("c",), ()])

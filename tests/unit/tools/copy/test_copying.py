@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.programs.copy.node import Destination
+from hvd_elastic.programs.copy.tree import walk
 from hvd_elastic.tools.copy.copying import (
     CopySettings,
     check_destination,
@@ -57,6 +61,25 @@ def test_sources_that_cannot_be(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="neither a file nor a folder"):
         check_source(tmp_path / "pipe")
+
+
+def test_files_of_other_shares_are_not_told_as_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, place = tmp_path / "source", tmp_path / "there"
+    source.mkdir()
+    for name in "abc":
+        (source / name).touch()
+    shutil.copytree(source, place, ignore=shutil.ignore_patterns("b", "c"))
+    config = {"place": str(place), "patterns": [], "deletes": False, "checksum": False}
+    node = Destination({**config, "shard": [0, 2], "dry_run": True})
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(node, "say", lambda say, **fields: said.append({"say": say, **fields}))
+    node._begin_copy(walk(os.fsencode(source), [])[0])
+    session = CopySession(CopyJob([Host("a")], "/set", "/data/set", SshOptions(), CopySettings()))
+    session._nodes["a"].ready = said[-1]
+    copied = session._copied(session._nodes["a"])
+    assert (copied.files, copied.skipped) == (1, 1), "a is there, c is not, b is not to be"
 
 
 @pytest.mark.parametrize("stopped_s", [0.0, 30.0])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.programs.copy.fetch_command import fill, placeholders
+from hvd_elastic.programs.copy.fetch_command import fill, placeholders, variables
 from hvd_elastic.tools.copy.pulling_session import check_pull, read_list
 from hvd_elastic.tools.copy.pulling_shares import Shares
 
@@ -112,6 +114,17 @@ def test_commands_that_are_fine() -> None:
     assert placeholders("a {path} \\{dst} {other} ${list}") == ["path"]
 
 
+@pytest.mark.parametrize("command", ['cp /set/{path} "$(dirname {dst}/{path})"', ": `{path}`"])
+@pytest.mark.parametrize(
+    "value", ["a;touch PWN;/b", "$(touch PWN)", "`touch PWN`", "'\"; touch PWN"]
+)
+def test_no_name_of_a_list_is_run_by_the_shell(tmp_path: Path, command: str, value: str) -> None:
+    values = {"path": value, "dst": "/none"}
+    environment = {**os.environ, **variables(values)}
+    subprocess.run(["sh", "-c", fill(command, values)], env=environment, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("value", ["plain", "it's $1", 'a"b`c`\\d $(x)', "two words", "-x", "a\nb"])
 @pytest.mark.parametrize(
     ("command", "before"),
@@ -121,10 +134,19 @@ def test_commands_that_are_fine() -> None:
         ('printf %s "{path}"', ""),
         ("printf %s ''\"\"\\'{path}", "'"),
         ("printf %s '\\'{path}", "\\"),
+        ('printf %s "$(printf %s {path})"', ""),
+        ('printf %s "$( (printf %s "{path}") )"', ""),
+        ('printf %s "`printf %s {path}`"', ""),
+        ('printf %s "`printf %s "{path}"`"', ""),
+        ("printf %s \"$(printf %s '{path}')\"", ""),
+        ('printf %s "(a"; printf %s {path}', "(a"),
+        ('(printf %s "$(printf %s a)"; printf %s {path})', "a"),
     ],
 )
 def test_the_shell_gets_a_value_as_it_is_wherever_it_stands(
     command: str, before: str, value: str
 ) -> None:
-    done = subprocess.run(["sh", "-c", fill(command, {"path": value})], capture_output=True)
+    values = {"path": value}
+    environment = {**os.environ, **variables(values)}
+    done = subprocess.run(["sh", "-c", fill(command, values)], env=environment, capture_output=True)
     assert done.stdout.decode() == before + value

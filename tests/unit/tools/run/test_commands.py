@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.hosts.hostfile import parse_hosts
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.fanout import Stopper
+from hvd_elastic.hosts.hostfile import Host, parse_hosts
 from hvd_elastic.tools.run.capture import LONGEST_LINE_BYTES, Capture, TextLines
-from hvd_elastic.tools.run.commands import CommandResult, CommandSettings, _assess, select_hosts
+from hvd_elastic.tools.run.commands import (
+    CommandResult,
+    CommandSettings,
+    _assess,
+    _Task,
+    select_hosts,
+)
 
 HOSTFILE = parse_hosts("gpu[1-2] slots=2\ngpu[3-4] labels=spot,a100\nlogin", "my.hosts")
 
@@ -84,14 +95,36 @@ def test_what_a_status_means(status: int, words: str) -> None:
 @pytest.mark.parametrize(
     ("timeout_s", "total_s", "words"),
     [
-        (2.0, None, "within 2 s and was stopped. Give it more time with --timeout"),
-        (2.0, 1.0, "within 1 s and was stopped. Give it more time with --total-timeout"),
-        (2.0, 3.0, "within 2 s and was stopped. Give it more time with --timeout"),
+        (0.2, None, "within 0.2 s and was stopped. Give it more time with --timeout"),
+        (90.0, 0.1, "within 0.1 s and was stopped. Give it more time with --total-timeout"),
+        (0.2, 90.0, "within 0.2 s and was stopped. Give it more time with --timeout"),
     ],
 )
 def test_the_limit_that_ended_it_is_named(
     timeout_s: float, total_s: float | None, words: str
 ) -> None:
-    result = CommandResult(-1, b"", b"", 1.0, timed_out=True)
     settings = CommandSettings(timeout_s=timeout_s, total_timeout_s=total_s)
-    assert _assess(result, settings)[1] == f"did not end {words}"
+    assert _ended_in_words(settings) == f"did not end {words}"
+
+
+def test_the_time_of_all_hosts_ends_one_that_began_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Task, "_time_left", lambda *_: 0.1)
+    settings = CommandSettings(timeout_s=10.0, total_timeout_s=60.0)
+    words = "within 60 s and was stopped. Give it more time with --total-timeout"
+    assert _ended_in_words(settings) == f"did not end {words}"
+
+
+def _ended_in_words(settings: CommandSettings) -> str:
+    """How the end of a command that hangs is told."""
+    task = _Task("sleep 600", SshOptions(), settings, None, {}, None)
+    running: Any = SimpleNamespace(
+        end_input=lambda: None, wait=_time_out, stop=lambda: True, close=lambda: None
+    )
+    captures: Any = ()
+    status, stopped, limit = task._wait(Host("a"), running, Stopper(), captures)
+    assert status is None
+    return _assess(CommandResult(-1, b"", b"", 1.0, stopped=stopped, limit=limit), settings)[1]
+
+
+def _time_out(_limit_s: float) -> int:
+    raise TimeoutError

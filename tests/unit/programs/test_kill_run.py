@@ -1,0 +1,72 @@
+"""Which processes ``killclust`` ends, and which are somebody's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.tools.kill import Target, kill_run
+from tests import other_user
+from tests.paths import ROOT
+
+LEFT = """
+import json, os, subprocess, sys
+from hvd_elastic.programs.kill_run import find
+
+def orphan(port):
+    shell = ["setsid", "sh", "-c", "sleep 600 >/dev/null & echo $!"]
+    variables = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": port}
+    return int(subprocess.run(shell, env=variables, stdout=subprocess.PIPE).stdout)
+
+names = {orphan("1"): "of a live job", orphan("2"): "of a dead job"}
+worker = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "1"}
+with subprocess.Popen(["sleep", "600"], env=worker) as held:
+    names[held.pid] = "held"
+    print(json.dumps([names[process.pid] for process in find(None, strays=True)]))
+    held.kill()
+"""
+
+
+@other_user.needs_root
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed")
+@pytest.mark.parametrize(("first", "strays"), [("init", ["of a dead job"]), ("torchrun", [])])
+def test_a_worker_of_a_live_job_is_no_stray(tmp_path: Path, first: str, strays: list[str]) -> None:
+    """In a container, whose first process gets the orphans, and may be the launcher."""
+    program = shlex.join([sys.executable, "-c", LEFT])
+    (tmp_path / first).write_text(f"#!/bin/sh\n{program}\n:\n")
+    (tmp_path / first).chmod(0o700)
+    container = ["unshare", "--pid", "--fork", "--mount-proc", str(tmp_path / first)]
+    done = subprocess.run(container, stdout=subprocess.PIPE, cwd=ROOT)
+    assert json.loads(done.stdout) == strays
+
+
+def test_a_run_of_the_same_name_in_another_home_is_left_alone_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "ours"))
+    run = f"run-{uuid.uuid4().hex[:8]}"
+    processes = {}
+    for home in ("ours", "theirs"):
+        spool = tmp_path / home / "spool" / run / "localhost"
+        marks = {"HVD_ELASTIC_RUN_ID": run, "HVD_ELASTIC_SPOOL": str(spool)}
+        processes[home] = subprocess.Popen(["sleep", "600"], env={**os.environ, **marks})
+    try:
+        (result,) = kill_run([Host("localhost")], Target(run))
+        assert [process.pid for process in result.answer.processes] == [processes["ours"].pid]
+        (line,) = result.answer.others
+        assert f"process {processes['theirs'].pid} " in line
+        assert str(tmp_path / "theirs") in line
+        assert processes["theirs"].poll() is None
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
