@@ -125,8 +125,13 @@ class CloudHosts:
     # -- as the owner of what growth asks for ----------------------------------------------
 
     def list(self) -> list[Grant]:
-        self._write()  # which has failed if the disk was full
-        there = self.machines.look()
+        try:
+            self._write()  # which has failed if the disk was full
+            there = self.machines.look()
+        except (RunError, OSError):  # machines that train stay meanwhile: nothing else renews them
+            known = [each for each in self._there.values() if each.id in self._renewed]
+            self._renew([each for each in known if each.id not in self._ending], time.monotonic())
+            raise
         self._there = {each.id: each for each in there}
         now, live = time.monotonic(), {each.id: each for each in there if each.is_live}
         for each in self._since.keys() - live.keys() - self._renewed.keys() - self._ending:

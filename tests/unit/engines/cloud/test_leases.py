@@ -13,7 +13,7 @@ import pytest
 from hvd_elastic.engines.cloud import engine, reach
 from hvd_elastic.engines.cloud.cluster import _leave
 from hvd_elastic.engines.cloud.engine import CloudHosts
-from hvd_elastic.engines.cloud.provider import CloudError, Machine
+from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import Result
@@ -129,6 +129,35 @@ def test_only_a_machine_that_answers_is_unfit(
     found = hosts._reach.renew(hosts.machines.live(), 60.0)
     assert why in found["m0"]
     assert hosts._reach.unfit == unfit
+
+
+@pytest.mark.parametrize("fault", ["cloud", "disk"])
+def test_leases_of_machines_that_train_are_renewed_although_the_cloud_or_the_disk_refuses(
+    hosts, cloud, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    renewed: list[str] = []
+
+    def renew(machines: Sequence[Machine], _: float) -> dict[str, str]:
+        renewed.extend(each.id for each in machines)
+        return {each.id: "" for each in machines}
+
+    def fail(*_: object) -> None:
+        raise CredentialsError("the token has expired") if fault == "cloud" else OSError("full")
+
+    monkeypatch.setattr(hosts._reach, "renew", renew)
+    hosts.machines.lease_s = 0.0  # due at each look
+    hosts.begin(2, ())
+    hosts.join_host(hosts.list()[0])
+    del renewed[:]
+    if fault == "cloud":
+        cloud.on_its_way = fail
+    else:
+        hosts._written = []
+        monkeypatch.setattr(engine, "write_hostfile", fail)
+    for _ in range(2):
+        with pytest.raises((CredentialsError, OSError)):
+            hosts.list()
+    assert sorted(renewed) == ["m0", "m0", "m1", "m1"]
 
 
 def test_a_run_that_ends_orders_no_more_machines(hosts, cloud) -> None:
