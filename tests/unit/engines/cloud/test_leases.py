@@ -131,6 +131,46 @@ def test_only_a_machine_that_answers_is_unfit(
     assert hosts._reach.unfit == unfit
 
 
+def test_a_run_leaves_machines_of_cloud_up_and_ends_only_its_own(
+    hosts, leases, cloud, said
+) -> None:
+    hosts.machines.by = ""  # as cloud up
+    hosts.begin(2, ())
+    hosts.machines.by = "run r1"
+    hosts.begin(1, hosts.machines.live())
+    grants = {each.grant_id: each for each in hosts.list()}
+    for grant in grants.values():
+        hosts.join_host(grant)
+    hosts.cancel(["m0", "m2"])
+    hosts.stop_host(grants["m1"].host)
+    assert cloud.live == {"m0", "m1"}
+    assert hosts.list() == []
+    orders = len(cloud.orders)
+    hosts.ask((), "")
+    assert [each.grant_id for each in hosts.list()] == ["m0"]  # m1 was drained
+    assert len(cloud.orders) == orders
+    leases.bad = {"m0": 100}
+    hosts.cancel(["m0"])
+    hosts.ask((), "")
+    assert len(cloud.orders) == orders + 1
+    hosts.end()
+    assert cloud.live == {"m0", "m1"}
+
+
+def test_a_machine_of_cloud_up_that_cannot_be_used_is_left_alone(
+    hosts, leases, cloud, said
+) -> None:
+    hosts.machines.by = ""
+    hosts.begin(1, ())
+    hosts.machines.by = "run r1"
+    leases.bad = {"m0": 1000}
+    hosts._start_limit_s = 0.0
+    for _ in range(2):
+        assert hosts.list() == []
+    assert cloud.live == {"m0"}
+    assert said[-1].startswith("machine m0 cannot be used, and is left alone: host 10.0.1.0: no")
+
+
 @pytest.mark.parametrize("fault", ["cloud", "disk"])
 def test_leases_of_machines_that_train_are_renewed_although_the_cloud_or_the_disk_refuses(
     hosts, cloud, monkeypatch: pytest.MonkeyPatch, fault: str
