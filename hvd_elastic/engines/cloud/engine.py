@@ -145,6 +145,7 @@ class CloudHosts:
         self._renew([each for each in running if each.id not in left], now)
         self._ending.intersection_update(live)
         late = {each for each in live if now - self._since[each] >= self._start_limit_s}
+        late -= self._reach.preparing  # their command takes the time that it takes
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
         if ending := [each for each in live if each in self.given_up or each in self._ending]:
@@ -172,6 +173,7 @@ class CloudHosts:
     def _give_up(self, machine_id: str, why: str) -> None:
         if machine_id not in self.given_up:
             self.given_up[machine_id] = why
+            self._reach.end_preparation(machine_id)
             is_others = machine_id in self._there and not self._own([machine_id])
             is_ended = "is left alone" if is_others else "is ended"
             self._tell(f"machine {machine_id} cannot be used, and {is_ended}: {why}")
@@ -269,6 +271,8 @@ class CloudHosts:
                     f"cloud {self.machines.definition.name}: {text}, after "
                     f"{duration_words(waited_s)}: hvd-elastic cloud list"
                 )
+            if self._reach.preparing & (self._since.keys() - self._ending):
+                began = time.monotonic()
             if self._since:
                 wait_s = _WAIT_S
             else:  # no capacity

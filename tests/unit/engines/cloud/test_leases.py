@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Mac
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import Result
+from hvd_elastic.programs.processes import read_process
 from tests.unit.engines.cloud.test_machines import SPOT, Cloud
 from tests.unit.engines.cloud.test_spot_machines import hosts_of
+from tests.waiting import until
 
 LONG_S = 60.0
 
@@ -106,11 +109,10 @@ def test_jobs_that_continue_on_machines_that_nobody_can_list_hear_it(
     assert "the token has expired" in text
 
 
-@pytest.mark.parametrize(("status", "unfit", "why"), [(-1, set(), "lost"), (127, {"m0"}, "image")])
-def test_only_a_machine_that_answers_is_unfit(
-    hosts, monkeypatch: pytest.MonkeyPatch, status: int, unfit: set[str], why: str
-) -> None:
-    class Lost:
+def answer(patch: pytest.MonkeyPatch, status: int) -> None:
+    """Have all machines answer each command with an exit status."""
+
+    class Answering:
         host = Host("10.0.1.0")
 
         def run(self, *_: Any, **__: Any) -> Result:
@@ -120,11 +122,18 @@ def test_only_a_machine_that_answers_is_unfit(
             pass
 
     @contextlib.contextmanager
-    def connect(*_: object) -> Iterator[Lost]:
-        yield Lost()
+    def connect(*_: object) -> Iterator[Answering]:
+        yield Answering()
 
-    monkeypatch.setattr(reach, "connect", connect)
-    monkeypatch.setattr(hosts._reach, "_trust", lambda _: None)
+    patch.setattr(reach, "connect", connect)
+    patch.setattr(reach.Reach, "_trust", lambda *_: None)
+
+
+@pytest.mark.parametrize(("status", "unfit", "why"), [(-1, set(), "lost"), (127, {"m0"}, "image")])
+def test_only_a_machine_that_answers_is_unfit(
+    hosts, monkeypatch: pytest.MonkeyPatch, status: int, unfit: set[str], why: str
+) -> None:
+    answer(monkeypatch, status)
     hosts.begin(1, ())
     found = hosts._reach.renew(hosts.machines.live(), 60.0)
     assert why in found["m0"]
@@ -169,6 +178,37 @@ def test_a_machine_of_cloud_up_that_cannot_be_used_is_left_alone(
         assert hosts.list() == []
     assert cloud.live == {"m0"}
     assert said[-1].startswith("machine m0 cannot be used, and is left alone: host 10.0.1.0: no")
+
+
+def test_a_machine_is_waited_for_as_long_as_its_preparation_takes(
+    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, 0)
+    done = tmp_path / "done"
+    command = f"while [ ! -e {done} ]; do sleep 0.05; done"
+    hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
+    hosts._start_limit_s = 0.0
+    hosts.begin(1, ())
+    for _ in range(2):
+        assert [each.runs for each in hosts.list()] == [False]
+    done.touch()
+    until(lambda: hosts.list()[0].runs)
+
+
+def test_the_preparation_of_a_machine_that_has_ended_is_ended(
+    hosts, cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, 0)
+    child = tmp_path / "child"
+    command = f"sleep 3600 & echo $! > {child}; wait; sleep 3600"
+    hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
+    hosts.begin(1, ())
+    hosts.list()
+    until(lambda: child.exists() and bool(child.read_text()))
+    cloud.stop(["m0"])
+    assert hosts.list() == []
+    until(lambda: read_process(int(child.read_text())) is None)
+    assert hosts._reach._preparing["m0"].returncode
 
 
 @pytest.mark.parametrize("fault", ["cloud", "disk"])
