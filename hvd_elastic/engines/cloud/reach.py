@@ -124,15 +124,20 @@ class Reach:
         if not command:
             return
         folder = CloudFolder(self._definition.name).path / "prepare"
+        done = folder / f"{machine.id}.done"
+        if done.exists():  # by an earlier command or leader; it may train by now
+            return
         log = folder / f"{machine.id}.log"
         if machine.id not in self._preparing:
             folder.mkdir(mode=0o700, exist_ok=True)
             hosts = folder / f"{machine.id}.hosts"
             write_hostfile(hosts, [self.host_of(machine)])
+            path = self._definition.ssh_config
+            config = {} if path is None else {"HVD_ELASTIC_SSH_CONFIG": path}
             with log.open("wb") as file:
                 self._preparing[machine.id] = subprocess.Popen(
                     ["/bin/sh", "-c", command],
-                    env={**os.environ, "HOSTFILE": str(hosts)},
+                    env={**os.environ, **config, "HOSTFILE": str(hosts)},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -145,6 +150,7 @@ class Reach:
                 f"host {machine.address}: the command that prepares it ended with exit status "
                 f"{status}, see {log}"
             )
+        done.touch()
 
     def _trust(self, host: Host) -> None:
         """Accept the key of a machine that has just started, in place of an earlier one's.

@@ -195,6 +195,25 @@ def test_a_machine_is_waited_for_as_long_as_its_preparation_takes(
     until(lambda: hosts.list()[0].runs)
 
 
+def test_a_machine_is_prepared_once_with_the_ssh_configuration_of_its_cloud(
+    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, 0)
+    said = tmp_path / "said"
+    command = f'echo "with $HVD_ELASTIC_SSH_CONFIG" >> {said}'
+    definition = replace(hosts._reach._definition, prepare=command, ssh_config="/the/config")
+    hosts.begin(1, ())
+    machines = hosts.machines.live()
+
+    def prepare() -> None:
+        fresh = reach.Reach(definition)
+        until(lambda: fresh.renew(machines, 60.0) == {"m0": ""})
+
+    prepare()
+    prepare()  # as a second command or leader
+    assert said.read_text() == "with /the/config\n"
+
+
 def test_the_preparation_of_a_machine_that_has_ended_is_ended(
     hosts, cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
