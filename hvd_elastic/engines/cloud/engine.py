@@ -129,6 +129,7 @@ class CloudHosts:
         try:
             self._write()  # which has failed if the disk was full
             there = self.machines.look()
+            _check_addresses(there)
         except (RunError, OSError):  # machines that train stay meanwhile: nothing else renews them
             known = [each for each in self._there.values() if each.id in self._renewed]
             self._renew([each for each in known if each.id not in self._ending], time.monotonic())
@@ -349,6 +350,17 @@ class CloudHosts:
         if hosts != self._written and (hosts or self.may_be_none):
             write_hostfile(self._hostfile, hosts)
             self._written = hosts
+
+
+def _check_addresses(machines: Sequence[Machine]) -> None:
+    """Raise CloudError if two machines have one address, by which hosts are told apart."""
+    known: dict[str, str] = {}
+    for each in machines:
+        if each.is_live and each.address and known.setdefault(each.address, each.id) != each.id:
+            raise CloudError(
+                f"machines {known[each.address]} and {each.id} have one address, {each.address}: "
+                "each needs an address of its own, also if their ports differ"
+            )
 
 
 class CloudSource(HostSource):

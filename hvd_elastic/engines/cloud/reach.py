@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from hvd_elastic.programs.processes import descendants, end_processes
 _CONNECT_S = 5.0
 _LIMIT_S = 30.0
 """Time limit for all that is done on a machine at a time [s]."""
+
+
+def _file_name(machine: Machine) -> str:
+    """Return the id of a machine as the name of a file; an id such as ``zone/name`` has slashes."""
+    return urllib.parse.quote(machine.id, safe="")
 
 
 class UnfitError(SshError):
@@ -75,10 +81,11 @@ class Reach:
 
         def visit(host: Host, stopper: Stopper) -> None:
             machine = by_name[host.name]
-            if not (self._trusted / machine.id).exists():
+            trusted = self._trusted / _file_name(machine)
+            if not trusted.exists():
                 self._trust(host)
                 self._trusted.mkdir(mode=0o700, exist_ok=True)
-                (self._trusted / machine.id).touch()
+                trusted.touch()
             with connect(host, self.options) as connection:
                 stopper.add_action(connection.close)
                 # Before the lease, which a program of Python keeps.
@@ -124,13 +131,13 @@ class Reach:
         if not command:
             return
         folder = CloudFolder(self._definition.name).path / "prepare"
-        done = folder / f"{machine.id}.done"
+        done = folder / f"{_file_name(machine)}.done"
         if done.exists():  # by an earlier command or leader; it may train by now
             return
-        log = folder / f"{machine.id}.log"
+        log = folder / f"{_file_name(machine)}.log"
         if machine.id not in self._preparing:
             folder.mkdir(mode=0o700, exist_ok=True)
-            hosts = folder / f"{machine.id}.hosts"
+            hosts = folder / f"{_file_name(machine)}.hosts"
             write_hostfile(hosts, [self.host_of(machine)])
             path = self._definition.ssh_config
             config = {} if path is None else {"HVD_ELASTIC_SSH_CONFIG": path}

@@ -19,7 +19,7 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import Result
 from hvd_elastic.programs.processes import read_process
-from tests.unit.engines.cloud.test_machines import SPOT, Cloud
+from tests.unit.engines.cloud.test_machines import POOLS, SPOT, Cloud
 from tests.unit.engines.cloud.test_spot_machines import hosts_of
 from tests.waiting import until
 
@@ -193,6 +193,22 @@ def test_a_machine_is_waited_for_as_long_as_its_preparation_takes(
         assert [each.runs for each in hosts.list()] == [False]
     done.touch()
     until(lambda: hosts.list()[0].runs)
+
+
+def test_the_id_of_a_machine_may_have_slashes(hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, 0)
+    hosts._reach._definition = replace(hosts._reach._definition, prepare="true")
+    machine = Machine("zone/m0", "running", "10.0.1.0", POOLS[0])
+    until(lambda: hosts._reach.renew([machine], 60.0) == {"zone/m0": ""})
+
+
+def test_two_machines_with_one_address_are_refused_in_words(hosts, leases, cloud) -> None:
+    hosts.begin(2, ())
+    cloud.machines["m1"] = replace(cloud.machines["m1"], address="10.0.1.0", port=2222)
+    with pytest.raises(CloudError, match=r"m0 and m1 have one address, 10\.0\.1\.0"):
+        hosts.list()
+    cloud.stop(["m0"])
+    assert [each.grant_id for each in hosts.list()] == ["m1"]
 
 
 def test_a_machine_is_prepared_once_with_the_ssh_configuration_of_its_cloud(
