@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 
 from hvd_elastic.engines.base import WaitReport
@@ -157,6 +157,8 @@ class Machines:
     def _settle(self, intent: Intent, machines: dict[str, Machine], *, is_settled: bool) -> None:
         """Compare an order with the list: add what is not shown yet, forget what has ended."""
         found = {each.id for each in machines.values() if each.tags.get("token") == intent.token}
+        for each in found:
+            machines[each] = _completed(machines[each], intent.offer)
         if not is_settled:
             for each in set(intent.ids or ()) - machines.keys():
                 tags = {**self.tags, "token": intent.token}
@@ -324,7 +326,7 @@ class Machines:
                 self._tell(f"{offer.name}: {error}; whether it has started machines is looked up")
             else:
                 self.folder.answer(intent, tuple(each.id for each in started))
-                return started
+                return [_completed(each, offer) for each in started]
         return self._look_up(intent)
 
     def _look_up(self, intent: Intent) -> list[Machine]:
@@ -339,7 +341,7 @@ class Machines:
         found = [each for each in self._provider.list(tags) if each.state != "ended"]
         if found:
             self.folder.answer(intent, tuple(each.id for each in found))
-            return found
+            return [_completed(each, intent.offer) for each in found]
         self.folder.forget(intent.token)
         raise CloudError("the order was not answered, and has started no machine")
 
@@ -408,6 +410,13 @@ class Machines:
         with self.folder.changing():
             self.definition = replace(self.folder.read(), ending=True)
             self.folder.write(self.definition)
+
+
+def _completed(machine: Machine, asked: Offer) -> Machine:
+    """Return a machine with what its provider does not say of its pool, from its order."""
+    unknown, told = asdict(Offer("")), asdict(machine.offer)
+    left_out = {name: value for name, value in asdict(asked).items() if told[name] == unknown[name]}
+    return replace(machine, offer=replace(machine.offer, **left_out))
 
 
 def _pool(offer: Offer) -> tuple[str, str, bool]:

@@ -315,6 +315,28 @@ def test_a_budget_bounds_the_price_of_all_machines(folder, said) -> None:
         machines.start(1, held, MachinePlan(8, 1, ""))
 
 
+def test_a_budget_holds_although_the_provider_says_little_of_its_machines(folder, said) -> None:
+    """As a user's programs may do: a machine has an id and a state at least."""
+    cloud = Cloud()
+    cloud.pools = [replace(offer, slots=4) for offer in POOLS]
+    change(folder, budget=1.0)
+    machines = machines_of(folder, cloud, said)
+
+    def say_little() -> None:
+        for name, each in cloud.machines.items():
+            cloud.machines[name] = replace(each, offer=Offer(""))
+
+    cloud.after = say_little
+    machines.start(1, (), SPOT)
+    (there,) = machines.live()
+    assert there.offer == cloud.pools[0]
+    (other,) = machines.start(1, [there], MachinePlan(8, 0, ""))
+    assert other.offer == cloud.pools[1]
+    held = [*machines.live(), *machines.start(8, machines.live(), SPOT)]
+    assert len(cloud.machines) == 3
+    assert sum(each.offer.price or 0.0 for each in held) <= 1.0
+
+
 def test_a_budget_allows_no_machine_whose_price_nobody_knows(folder, said) -> None:
     cloud = Cloud()
     change(folder, budget=100.0)
