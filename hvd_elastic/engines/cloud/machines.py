@@ -324,6 +324,13 @@ class Machines:
                 raise
             except CloudError as error:
                 self._tell(f"{offer.name}: {error}; whether it has started machines is looked up")
+                # Believed so long from now on: the call may have lasted until it was given up.
+                intent = replace(intent, at=time.time())
+                self._seen_intents[token] = time.monotonic()
+                with contextlib.suppress(
+                    RunError
+                ):  # of a full disk; it is there, with its old time
+                    self.folder.begin(intent)
             else:
                 self.folder.answer(intent, tuple(each.id for each in started))
                 return [_completed(each, offer) for each in started]

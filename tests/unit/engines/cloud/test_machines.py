@@ -155,6 +155,22 @@ def test_machines_of_an_order_whose_answer_was_lost_are_found_by_its_token(folde
     assert len(cloud.orders) == 1
 
 
+def test_machines_of_an_order_that_fails_late_are_found_although_no_list_shows_them_at_once(
+    folder, said
+) -> None:
+    def lose() -> None:
+        machines.look()  # as a thread does meanwhile
+        time.sleep(0.6)  # longer than a list is not believed
+        raise CloudError("no answer in time")
+
+    cloud = Cloud(hidden_s=0.9)
+    cloud.after = lose
+    machines = machines_of(folder, cloud, said)
+    started = machines.start(1, (), SPOT)
+    assert [each.id for each in started] == ["m0"]
+    assert folder.intents()[0].ids == ("m0",)
+
+
 @pytest.mark.parametrize("late_s", [0.0, 0.6])
 def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list_shows_them_yet(
     folder, said, late_s
