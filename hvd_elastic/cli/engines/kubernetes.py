@@ -418,7 +418,7 @@ def get(
     if name is None:
         raise typer.Exit(subprocess.call(_command(kubectl, "get", run)))
     target = dest / name if dest is not None and dest.is_dir() else dest or Path(name)
-    _fetch(_command(kubectl, "get", run, name, "-"), target)
+    _fetch(_command(kubectl, "get", run, name, "-", shown=False), target)
 
 
 def report(
@@ -444,8 +444,13 @@ def report(
 _OURS = ("python3", "-m", "hvd_elastic.cli.app")
 
 
-def _command(kubectl: Kubectl, *words: str) -> list[str]:
-    terminal = ["--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+def _command(kubectl: Kubectl, *words: str, shown: bool = True) -> list[str]:
+    """Return a command that runs one of ours where a run is led.
+
+    Args:
+        shown: whether its output goes to our own; a terminal would change the bytes of a file.
+    """
+    terminal = ["--tty"] if shown and sys.stdin.isatty() and sys.stdout.isatty() else []
     pod = _pod_of(kubectl, words[1])
     return kubectl.command("exec", "--stdin", *terminal, pod, "--", *_OURS, *words)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,24 @@ def test_why_no_pod_leads_is_said(kubectl, capsys, spec, status, said) -> None:
     )
     assert call("k8s", "status", "r1") == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_copied_from_a_terminal_passes_no_terminal(kubectl, monkeypatch) -> None:
+    """One in the pod would write each line break as two bytes."""
+    pod = {"metadata": {"name": "leader"}, "status": {"phase": "Running"}}
+    (kubectl / "pods").write_text(json.dumps({"items": [pod]}))
+    (kubectl / "kubectl").write_text(
+        f'#!/bin/sh\necho "$*" >>{kubectl}/words\n'
+        f'case "$*" in *exec*) echo content;; *) cat {kubectl}/pods;; esac\n'
+    )
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert call("k8s", "get", "r1", "best.pt") == 0
+    assert (kubectl / "best.pt").read_text() == "content\n"
+    assert call("k8s", "status", "r1") == 0
+    copy, shown = [line for line in (kubectl / "words").read_text().splitlines() if "exec" in line]
+    assert "--tty" not in copy
+    assert "--tty" in shown
 
 
 def test_no_kubectl_is_said(kubectl, capsys, monkeypatch) -> None:
