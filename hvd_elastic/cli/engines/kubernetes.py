@@ -366,7 +366,10 @@ def lead_in_pod(options: LeadOptions) -> None:
         raise RunError(
             f"run {run_id} was led by another job ({led}): take another --run-id, or --resume"
         )
-    if led == job and past.status in ("succeeded", "stopped", "failed"):
+    if past.status == "succeeded":  # whichever job led it
+        _tell(f"run {run_id} has finished: there is nothing to resume")
+        raise typer.Exit(0)
+    if led == job and past.status in ("stopped", "failed"):
         _tell(f"run {run_id} has {past.status} already: {folder.resume_command}")
         raise typer.Exit(int(past.status == "failed"))
     folder.write_run({"job": job})

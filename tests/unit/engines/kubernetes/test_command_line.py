@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.cli.app import main
+from hvd_elastic.engines.kubernetes import engine, manifests
 from hvd_elastic.engines.kubernetes.kubectl import Kubectl
 from hvd_elastic.errors import UsageError
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
 from tests.paths import ROOT
+from tests.unit.records.made_events import whole
 
 SUBMIT = ("k8s", "submit", "--run-id", "r1")
 OF_PODS = ("--pods", "2-4", "--image", "image:1")
@@ -189,6 +193,26 @@ def test_a_file_that_is_copied_from_a_terminal_passes_no_terminal(kubectl, monke
     copy, shown = [line for line in (kubectl / "words").read_text().splitlines() if "exec" in line]
     assert "--tty" not in copy
     assert "--tty" in shown
+
+
+@pytest.mark.parametrize("led", ["this job", "another one"])
+def test_a_run_that_has_succeeded_acquires_no_pods_again(
+    tmp_path, capsys, monkeypatch, led: str
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    monkeypatch.setenv(manifests.POD_VARIABLE, "{}")
+    monkeypatch.setattr(engine, "leave_at_sigterm", lambda: None)
+    monkeypatch.setattr("hvd_elastic.engines.kubernetes.api.Api", lambda _: None)
+    own = {"metadata": {"ownerReferences": [{"uid": "this job"}]}}
+    monkeypatch.setattr(engine, "own_pod", lambda _: own)
+    monkeypatch.setattr(engine, "kubernetes_engine", lambda *_: pytest.fail("it acquires pods"))
+    spec = RunSpec(("true",), "/").as_dict()
+    folder = RunFolder.create("r1", {**spec, "job": led})
+    end = whole({"kind": "run_finished", "status": "succeeded"})
+    folder.events.write_text(json.dumps(end) + "\n")
+    assert call("k8s", "lead", "--resume", "r1", "--pods", "2") == 0
+    assert "run r1 has finished: there is nothing to resume" in capsys.readouterr().out
+    assert folder.read_run()["job"] == led
 
 
 def test_no_kubectl_is_said(kubectl, capsys, monkeypatch) -> None:
