@@ -344,7 +344,8 @@ class Growth:
             limit = min(limit, max(in_use, self._limits.least))
         elif processes is not None:
             all_processes = processes + self._spec.spares
-            limit = min(limit, math.ceil(all_processes / self._limits.slots_per_host))
+            enough = math.ceil(all_processes / self._limits.slots_per_host)
+            limit = min(limit, max(enough, self._limits.least))  # the run begins with the fewest
         return max(0, limit - first)
 
     def _ask_for_more(self, grants: list[Grant], now: float) -> None:
