@@ -474,10 +474,8 @@ def _watching(folder: RunFolder, hosts: CloudHosts, tell: Callable[[str], None])
         if left_s > leave_before_s():
             return False
         tell(f"the machines end in {duration_words(max(0.0, left_s))}: the run stops")
-        with contextlib.suppress(RunError):  # of a full disk: tried again
-            folder.send_request("stop", {"reason": StopCause.MACHINES.value})
-            return True
-        return False
+        folder.send_request("stop", {"reason": StopCause.MACHINES.value})
+        return True
 
     with repeating("drained machines", _WAIT_S, look):
         yield

@@ -322,8 +322,8 @@ def _stopped_if_hopeless(folder: RunFolder, check: Check) -> Iterator[None]:
         try:
             check()
         except RunError as error:
-            hopeless.append(error)
             folder.send_request("stop")
+            hopeless.append(error)
         return bool(hopeless)
 
     with repeating("engine", _LOOK_S, look):

@@ -20,7 +20,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from hvd_elastic.engines.dial_in import fixed_ranks
+from hvd_elastic.engines.dial_in import fixed_ranks, training
 from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.dial_in.task import TASK_FILE, Task
@@ -431,6 +431,28 @@ def test_a_program_that_starts_again_continues_from_its_checkpoint(
     elsewhere = {"run_id": folder.run_id, "checkpoint_folder": str(tmp_path / "elsewhere")}
     with pytest.raises(RunError, match="with that checkpoint_folder alone"):
         run(len, "", sizes=Sizes(1), options=elsewhere)
+
+
+def test_a_hopeless_run_is_stopped_although_the_disk_is_full_at_first(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(training, "_LOOK_S", 0.01)
+    folder, fails = RunFolder.create("r1", {}, root=tmp_path), [RunError("full"), OSError("full")]
+    sent = threading.Event()
+
+    def send(op: str) -> None:
+        if fails:
+            raise fails.pop()
+        assert op == "stop"
+        sent.set()
+
+    def check() -> None:
+        raise RunError("no more hosts are to come")
+
+    monkeypatch.setattr(folder, "send_request", send)
+    with pytest.raises(RunError, match="no more hosts are to come"):
+        with training._stopped_if_hopeless(folder, check):
+            assert sent.wait(LIMIT_S)
 
 
 def test_a_drained_host_that_dialled_in_is_told_to_end_at_once(tmp_path: Path, monkeypatch) -> None:
