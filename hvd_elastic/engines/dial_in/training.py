@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
 from hvd_elastic.checkpoint.manifests import find_checkpoints
@@ -24,11 +25,11 @@ from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dial_in.fixed_ranks import FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.dial_in.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
-from hvd_elastic.errors import ArgumentError, RunError
+from hvd_elastic.errors import ArgumentError, RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.leader import lead
 from hvd_elastic.leader.resuming import check_not_complete
-from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.leader.spec import RunSpec, check_choices, check_objective
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
@@ -155,6 +156,7 @@ def train(
         if not sizes.elastic:
             with having(None) as (hosts, check):
                 return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
+        _check_values(options)
         run_id = options.pop("run_id", None)
         if (place := options.get("checkpoint_folder")) is not None and not is_url(str(place)):
             options["checkpoint_folder"] = str(Path(place).absolute())
@@ -181,6 +183,31 @@ def train(
                 _tell(f"training begins with {hosts.slots} of {wanted}; others join when they come")
             spec = replace(spec, hostfile=str(folder.hosts))
             return _lead(spec, folder, hosts, check, resumed=resumed)
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    """Check options as ``hvd-elastic run`` does.
+
+    Raises:
+        ArgumentError: one has a value that cannot be used.
+    """
+    parts = ("objective", "min_speedup_per_slot", "deadline_s", "target_examples")
+    given = {name.removesuffix("_s"): options.get(name) for name in parts}
+    given = {name: value for name, value in given.items() if value is not None}
+    of_spec = {name: value for name, value in options.items() if name not in (*parts, "run_id")}
+    if of_spec.get("checkpoint_folder") is not None:  # it may be a Path
+        of_spec["checkpoint_folder"] = str(of_spec["checkpoint_folder"])
+    goal = {"kind": given.get("objective", Objective.kind)}
+    goal |= {name: given[name] for name in ("min_speedup_per_slot",) if name in given}
+    goal |= {"deadline_s": given.get("deadline"), "target": given.get("target_examples")}
+    try:
+        msgspec.convert(goal, Objective)
+        msgspec.convert({**of_spec, "command": COMMAND, "cwd": "."}, RunSpec)
+        check_choices(options)
+        policy = options.get("policy", RunSpec.policy)
+        check_objective(policy, given, lambda name: {"deadline": "deadline_s"}.get(name, name))
+    except (UsageError, msgspec.ValidationError) as error:
+        raise ArgumentError(f"options of the run: {error}") from None
 
 
 def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:

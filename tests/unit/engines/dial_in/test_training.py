@@ -509,6 +509,27 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
         run(train_elastically)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"on_not_finite": "Skip"}, "on_not_finite 'Skip' is not known; valid: skip, stop"),
+        ({"policy": "Fixed"}, "policy 'Fixed' is not known; valid: fixed, goodput"),
+        ({"policy": "goodput", "objective": "gain"}, "objective 'gain' is not known; valid"),
+        ({"objective": "efficiency"}, "objective is of use with policy goodput only"),
+        ({"policy": "goodput", "deadline_s": 60.0}, "deadline_s belongs to objective cost"),
+        ({"checkpoint_every_s": "often"}, r"Expected `float`, got `str` - at .*every_s"),
+        ({"policy": "goodput", "min_speedup_per_slot": "1"}, r"Expected `float`, got `str`"),
+    ],
+)
+def test_values_of_options_are_checked_before_anything_starts(
+    tmp_path: Path, monkeypatch, options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    with pytest.raises(UsageError, match=said):
+        run(len, "", sizes=Sizes(1), options=options)
+    assert not list_runs()
+
+
 def test_unknown_options_are_refused_with_the_valid_ones():
     task = Task.of(tell_ranks, (), {})
     with pytest.raises(UsageError, match="colour: no option of a run; valid are run_id, audit"):
