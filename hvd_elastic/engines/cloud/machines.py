@@ -142,6 +142,7 @@ class Machines:
             CloudError: the provider does not answer.
             RunError: what is written of them cannot be read.
         """
+        self.folder.check_use()
         # Both before the list: it may miss what is ordered meanwhile, and its answer may come late.
         intents = self.folder.intents()
         settled = {intent.token for intent in intents if self._is_settled(intent)}
@@ -297,6 +298,7 @@ class Machines:
         with self.folder.changing():
             if self._is_closed:
                 raise RunError(f"the {self.by or 'command'} ends, so it asks for no machine")
+            self.folder.check_use()
             self.definition = self.folder.read()
             if self.definition.ending:
                 raise RunError(f"cloud {self.definition.name} is being ended: cloud down")

@@ -253,6 +253,26 @@ def test_what_was_ended_by_hand_does_not_stop_the_rest_from_being_ended(folder, 
     assert not cloud.live
 
 
+def test_a_run_leaves_a_cloud_that_was_ended_and_started_again_to_others(folder, said) -> None:
+    cloud = Cloud()
+    definition = folder.read()
+    with folder.use("run r1"):
+        machines = machines_of(folder, cloud, said, "run r1")
+        machines.start(1, (), SPOT)
+        machines_of(CloudFolder("lab"), cloud, said).end_all()  # cloud down
+        CloudFolder("lab").remove()
+        assert machines.look() == []
+        again = CloudFolder("lab")
+        again.write(definition)
+        with again.use("run r2"):
+            others = machines_of(again, cloud, said, "run r2")
+            others.start(1, (), SPOT)
+            for use in (machines.look, lambda: machines.start(1, (), SPOT)):
+                with pytest.raises(RunError, match="ended and started again"):
+                    use()
+            assert len(others.look()) == 1
+
+
 def test_nothing_is_started_while_a_cloud_is_being_ended_or_after_its_deadline(
     folder, said
 ) -> None:
