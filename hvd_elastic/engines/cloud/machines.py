@@ -7,13 +7,16 @@ when the provider says that it has ended.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 from hvd_elastic.engines.base import WaitReport
 from hvd_elastic.engines.cloud.lease import LEASE_S, user_data
@@ -30,8 +33,9 @@ from hvd_elastic.engines.cloud.provider import (
     UnsupportedError,
 )
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.formatting import count
+from hvd_elastic.hosts.ssh_config import load_ssh_config
 from hvd_elastic.policy.spot import MachinePlan, next_order, useful_pools
 
 LEFT_OUT_S = 600.0
@@ -314,7 +318,7 @@ class Machines:
             script = user_data(
                 self.left_s,
                 min(self.lease_s, self.left_s),
-                self.definition.login or "root",
+                _login(self.definition),
                 self.definition.public_key,
             )
             self.folder.begin(intent)
@@ -426,6 +430,16 @@ def _completed(machine: Machine, asked: Offer) -> Machine:
     unknown, told = asdict(Offer("")), asdict(machine.offer)
     left_out = {name: value for name, value in asdict(asked).items() if told[name] == unknown[name]}
     return replace(machine, offer=replace(machine.offer, **left_out))
+
+
+def _login(definition: Definition) -> str:
+    """Return the user that ssh logs in as on a new machine, whose address is not known yet."""
+    path = definition.ssh_config
+    entry: Mapping[str, Any] = {}
+    if not definition.login:
+        with contextlib.suppress(SshError):  # ssh says it when it connects
+            entry = load_ssh_config(None if path is None else Path(path)).lookup("*")
+    return definition.login or str(entry.get("user") or getpass.getuser())
 
 
 def _pool(offer: Offer) -> tuple[str, str, bool]:

@@ -134,6 +134,23 @@ def test_an_order_is_on_disk_with_its_token_before_the_cloud_hears_of_it(folder,
     assert folder.intents()[0].ids == ("m0",)
 
 
+@pytest.mark.parametrize(
+    ("login", "config", "user"),
+    [("eve", "Host *\n  User ann\n", "eve"), ("", "Host *\n  User ann\n", "ann"), ("", "", "bob")],
+)
+def test_the_lease_of_a_machine_is_of_the_user_that_ssh_logs_in_as(
+    folder, said, tmp_path, monkeypatch, login: str, config: str, user: str
+) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "bob")
+    path = tmp_path / "config"
+    path.write_text(config)
+    path.chmod(0o600)
+    change(folder, login=login, ssh_config=str(path))
+    cloud = Cloud()
+    machines_of(folder, cloud, said).start(1, (), SPOT)
+    assert f" $max {user} " in cloud.orders[0].user_data
+
+
 def test_no_machine_is_asked_for_if_its_order_cannot_be_written(folder, said) -> None:
     cloud = Cloud()
     orders = folder.path / "orders"
