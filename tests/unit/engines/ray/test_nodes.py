@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,38 @@ def test_end_ends_the_processes_of_one_cluster_with_their_children(tmp_path: Pat
                 os.kill(each.pid, 9)
             process.kill()
             process.wait()
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("end", [subprocess.TimeoutExpired("ray", 1.0), Interrupted()])
+def test_a_start_that_is_slow_leaves_nothing_and_one_that_is_interrupted_its_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise end
+
+    monkeypatch.setattr(ray_node, "why_unusable", str)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="9.9"))
+    monkeypatch.setattr(subprocess, "run", start)
+    folder = tmp_path / "node"
+    request: dict[str, Any] = {"cluster": "one", "folder": str(folder), "token": "", "head": None}
+    request |= {"port": 0, "address": "127.0.0.1", "options": [], "env": {}}
+    if isinstance(end, Interrupted):
+        with pytest.raises(Interrupted):
+            ray_node.start_node(request)
+        there = [SimpleNamespace(pid=os.getpid())]
+        monkeypatch.setattr(ray_node, "find", lambda _: there)
+        monkeypatch.setattr(ray_node, "is_program", lambda *_: True)
+        again = ray_node.start_node(request)
+        assert (again["ray"], again["new"]) == ("9.9", False)
+        (folder / ray_node.STARTED).unlink()
+        assert "hvd-elastic ray down" in ray_node.start_node(request)["error"]
+    else:
+        assert ray_node.start_node(request) == {"error": "ray start has not ended in 120 s"}
+        assert not folder.exists()
 
 
 def test_a_taken_port_is_refused() -> None:
