@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.engines.ray import nodes
 from hvd_elastic.engines.ray.nodes import ClusterRecord, NodeSettings, RayCluster
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import HostUnreachableError, RunError
+from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs import ray_node
 from hvd_elastic.programs.processes import descendants, read
@@ -51,6 +53,52 @@ def test_a_damaged_record_is_named(record: ClusterRecord) -> None:
     path.write_text("{")
     with pytest.raises(RunError, match=str(path)):
         record.read()
+
+
+def bring(record: ClusterRecord, *names: str) -> list[str]:
+    """Return the hosts that have a node now, or were found to have one."""
+    hosts = [Host(name) for name in names]
+    found = nodes.bring_up(record, hosts, SshOptions(), NodeSettings("python3"), 4)
+    return [result.host.name for result in found if result.ok]
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of hosts that cannot be reached; ``here`` is this machine, all others start nodes."""
+    found: set[str] = set()
+
+    def ask(_: object, host: Host, *__: object) -> dict[str, Any]:
+        if host.name in found:
+            raise HostUnreachableError(f"host {host.name}: no route")
+        address = "127.0.0.1" if host.name == "here" else f"10.0.0.{host.name}"
+        return {"address": f"{address}:1", "ray": "2.52", "python": "3.11", "new": True}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    monkeypatch.setattr(nodes, "is_local", lambda host, _: host.name == "here")
+    monkeypatch.setattr(nodes, "own_address_towards", lambda *_: "10.0.0.9")
+    return found
+
+
+def test_a_cluster_starts_elsewhere_after_a_first_host_that_was_not_reached(
+    record: ClusterRecord, unreachable: set[str]
+) -> None:
+    unreachable |= {"1", "3"}
+    assert bring(record, "1", "2", "3") == []
+    assert bring(record, "2", "1", "3") == ["2"]
+    cluster = record.require()
+    assert (cluster.head.name, cluster.address) == ("2", "10.0.0.2:1")
+    unreachable.remove("3")
+    assert bring(record, "3", "2") == ["2", "3"]  # the head stays
+    assert record.require().head.name == "2"
+
+
+def test_a_head_that_was_started_alone_takes_no_hosts_that_cannot_reach_it(
+    record: ClusterRecord, unreachable: set[str]
+) -> None:
+    assert bring(record, "here") == ["here"]
+    assert bring(record, "here") == ["here"]
+    with pytest.raises(RunError, match="was started alone, at 127"):
+        bring(record, "here", "2")
 
 
 def test_slots_of_the_hostfile_are_a_resource() -> None:
