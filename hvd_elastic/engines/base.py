@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Hostfile
@@ -105,14 +106,18 @@ class WaitReport:
 def repeating(name: str, every_s: float, act: Callable[[], bool]) -> Iterator[None]:
     """Call a function now and then in a thread, until it returns True or the block ends.
 
+    One that fails, as on a full disk, is called again at its time.
+
     Args:
         every_s: time between two calls [s].
     """
     over = threading.Event()
 
     def run() -> None:
-        while not over.wait(every_s) and not act():
-            pass
+        while not over.wait(every_s):
+            with contextlib.suppress(RunError, OSError):
+                if act():
+                    return
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

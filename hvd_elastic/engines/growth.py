@@ -24,7 +24,12 @@ from hvd_elastic.run_events import (
     HostLost,
     HostReturned,
     ReadEvent,
+    RunStarted,
     Warned,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerStandby,
+    WorkerStarted,
 )
 
 START_S = 60.0
@@ -163,6 +168,8 @@ class Growth:
         """Hosts that a cloud may take away soon: others are asked for before they go."""
         self._unused: dict[str, float] = {}
         """Since when hosts are unused, by name [monotonic s]."""
+        self._warming: set[tuple[str, int]] = set()
+        """Workers that have started and are not warm, by host and slot: theirs cannot be used."""
         self._lacking = 1
         """Number of hosts to ask for at a time while all are in use."""
         self._pause_s = 5 * limits.give_back_after_s
@@ -172,8 +179,19 @@ class Growth:
         """Take an event of the run."""
         take_events(self.run, [event])
         match event:
+            case RunStarted():
+                self._warming.clear()  # of an earlier leader, which may have told no end
+            case WorkerStarted(host=host, local_rank=slot):
+                self._warming.add((host, slot))
+            case (
+                WorkerStandby(host=host, local_rank=slot)
+                | WorkerJoined(host=host, local_rank=slot)
+                | WorkerLeft(host=host, local_rank=slot)
+            ):
+                self._warming.discard((host, slot))
             case HostLost(host=host):
                 self._lost.setdefault(host, now)
+                self._warming = {each for each in self._warming if each[0] != host}
             case AgentStarted(host=host):
                 self._lost.pop(host, None)
                 self._draining.discard(host)  # of the same name as one that was drained
@@ -291,7 +309,10 @@ class Growth:
 
     def _note_use(self, now: float) -> None:
         unused = {*self._names(now)} - {*self.run.generation_hosts}
-        self._unused = {name: self._unused.get(name, now) for name in unused}
+        warming = {host for host, _ in self._warming}
+        self._unused = {
+            name: now if name in warming else self._unused.get(name, now) for name in unused
+        }
 
     def _names(self, now: float) -> list[str]:
         """Return the hosts of the run that stay: neither drained nor lost for good at its start."""
@@ -344,7 +365,8 @@ class Growth:
             limit = min(limit, max(in_use, self._limits.least))
         elif processes is not None:
             all_processes = processes + self._spec.spares
-            limit = min(limit, math.ceil(all_processes / self._limits.slots_per_host))
+            enough = math.ceil(all_processes / self._limits.slots_per_host)
+            limit = min(limit, max(enough, self._limits.least))  # the run begins with the fewest
         return max(0, limit - first)
 
     def _ask_for_more(self, grants: list[Grant], now: float) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hvd_elastic.errors import RunError
-from hvd_elastic.policy.objective import Objective
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.policy.objective import OBJECTIVES, Objective
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
+POLICIES = ("fixed", "goodput")
+_CHOICES = {"policy": POLICIES, "on_not_finite": NOT_FINITE_CHOICES, "objective": OBJECTIVES}
 SHORTEST_HEARTBEAT_S = 0.1
 """Shortest time between heartbeats [s]; a failure timeout has to be at least twice as long."""
 
@@ -50,6 +52,55 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in own and not name.startswith(_PREFIXES_OF_THE_LEADER_ALONE)
     }
+
+
+def check_choices(options: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+    """Check the options of a run that have a few valid values.
+
+    Args:
+        options: the given ones, by name; others are left alone.
+        spelled: returns how the user writes an option.
+
+    Raises:
+        UsageError: one has another value.
+    """
+    for name, valid in _CHOICES.items():
+        if (value := options.get(name, valid[0])) not in valid:
+            raise UsageError(f"{spelled(name)} {value!r} is not known; valid: {', '.join(valid)}")
+
+
+def check_objective(policy: str, given: Mapping[str, Any], spelled: Callable[[str], str]) -> None:
+    """Check that the parts of an objective fit together, and to the policy.
+
+    Args:
+        given: those that the user has given: ``objective``, ``min_speedup_per_slot``, ``budget``,
+            ``deadline`` and ``target_examples``.
+        spelled: as of :func:`check_choices`.
+
+    Raises:
+        UsageError: they do not.
+    """
+    check_choices(given, spelled)
+    objective, kind = spelled("objective"), given.get("objective", OBJECTIVES[0])
+    deadline, target = spelled("deadline"), spelled("target_examples")
+    for name in given:
+        if policy != "goodput":
+            wanted = f"{spelled('policy')} goodput"
+            raise UsageError(f"{spelled(name)} is of use with {wanted} only; add it")
+        owner = "efficiency" if name == "min_speedup_per_slot" else "cost"
+        if name != "objective" and kind != owner:
+            raise UsageError(f"{spelled(name)} belongs to {objective} {owner}; add that")
+    if kind == "cost" and not {"budget", "deadline"} & given.keys():
+        raise UsageError(f"{objective} cost needs a {spelled('budget')}, or a {deadline}")
+    if ("deadline" in given) != ("target_examples" in given):
+        raise UsageError(
+            f"{deadline} and {target} belong together: the target says what to do by the deadline"
+        )
+    if (share := given.get("min_speedup_per_slot", 0.0)) > 1:
+        raise UsageError(
+            f"{spelled('min_speedup_per_slot')} {share:g} is above 1, and no slot "
+            "brings more than one alone does: give a share of that, such as 0.5"
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ The lease is renewed by writing a number of seconds to a file, which needs no cr
 cloud. A renewal never shortens the lease, nor reaches beyond the machine's deadline. Times are
 counted from the start of this program, by a clock that nobody sets. Standard library only.
 
-Arguments: the file, the first lease [s], the deadline [s], and the user who may write the file.
+Arguments: the file, the first lease [s], the deadline [s], the user who may write the file, and
+perhaps a file of root's that keeps the end of the lease [Unix s] for the time after a reboot.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _WAYS = (("shutdown", "-h", "now"), ("poweroff", "-f"))
 
 def main() -> None:
     """Wait for the end of the lease, then shut down."""
-    path, lease_s, max_s, user = sys.argv[1:]
+    path, lease_s, max_s, user, *kept = sys.argv[1:]
     last = _now() + float(max_s)
-    ends = min(_now() + float(lease_s), last)
+    ends = min(_now() + max([float(lease_s), *map(_read_left, kept)]), last)
     file = Path(path)
     file.write_text("")
     file.chmod(0o600)
@@ -43,6 +44,9 @@ def main() -> None:
             renewed_s = _read_renewal(file)
             if renewed_s is not None:
                 ends = max(ends, min(_now() + renewed_s, last))
+                for each in kept:
+                    with contextlib.suppress(OSError):  # a full disk: a reboot shortens the lease
+                        Path(each).write_text(f"{time.time() + ends - _now():.0f}")
         if now >= ends:
             break
         time.sleep(min(ends - now, _POLL_S))
@@ -64,6 +68,14 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _read_left(kept: str) -> float:
+    """Return what is left of the lease from before a reboot [s]; 0: there was none."""
+    try:
+        return float(Path(kept).read_text("ascii")[:_LONGEST]) - time.time()
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _read_renewal(file: Path) -> float | None:

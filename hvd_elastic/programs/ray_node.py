@@ -108,7 +108,11 @@ def start_node(request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(request["folder"])
     noted = folder / STARTED
     if any(is_program(process, NODE_PROCESS) for process in find(request["cluster"])):
-        answer, head = json.loads(noted.read_text(encoding="ascii"))
+        try:
+            answer, head = json.loads(noted.read_text(encoding="ascii"))
+        except FileNotFoundError:
+            told = "a node of this cluster that was not started to its end"
+            return {"error": f"{told} is there. End it first with: hvd-elastic ray down HOSTFILE"}
         if head == request["head"]:  # else the head that it belongs to has ended
             return {**answer, "new": False}
     problem = why_unusable()
@@ -140,20 +144,25 @@ def start_node(request: dict[str, Any]) -> dict[str, Any]:
         "ray": __import__("ray").__version__,
         "python": platform.python_version(),
     }
-    done = subprocess.run(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd="/",
-        env={**os.environ, **KEEP_ENVIRONMENT, **request["env"], MARK: request["cluster"]},
-        timeout=START_S,
-    )
+    # Before the start, so that a node whose start is interrupted is known.
+    noted.write_text(json.dumps([answer, request["head"]]), encoding="ascii")
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            env={**os.environ, **KEEP_ENVIRONMENT, **request["env"], MARK: request["cluster"]},
+            timeout=START_S,
+        )
+    except subprocess.TimeoutExpired:
+        end_cluster(request)
+        return {"error": f"ray start has not ended in {START_S:g} s"}
     if done.returncode:
         said = done.stdout.decode("utf-8", "replace").strip().splitlines()
         end_cluster(request)
         return {"error": "ray start failed: " + " ".join(line.strip() for line in said[-3:])}
-    noted.write_text(json.dumps([answer, request["head"]]), encoding="ascii")
     return {**answer, "new": True}
 
 

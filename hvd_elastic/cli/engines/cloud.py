@@ -277,13 +277,13 @@ def up(
             _tell(f"nothing is started; train with: hvd-elastic run --cloud {name} -- …")
             return
         ready = _start(folder, provider, definition)
-    price = sum(each.offer.price or 0.0 for each in ready)
     if options.as_json:
         row = {"cloud": name, "hostfile": definition.hostfile, "deadline": definition.deadline}
         print_json({**row, "machines": [*map(_machine_row, ready)]})
         return
     print(definition.hostfile)
-    what = f"{count(len(ready), 'machine')} for {price:.2f} an hour, until "
+    price = _price([each.offer.price for each in ready])
+    what = f"{count(len(ready), 'machine')} for {price}, until "
     ssh = ["--ssh-config", definition.ssh_config] if definition.ssh_config else []
     words = shlex.join(["hvd-elastic", "run", "--hostfile", definition.hostfile, *ssh])
     print(
@@ -392,8 +392,9 @@ def _show_plan(machines: Machines, as_json: bool) -> None:
     asked = machines.definition
     planned = machines.preview(asked.most, _plan(asked))
     number = sum(n for _, n in planned)
-    price = sum((offer.price or 0.0) * n for offer, n in planned)
-    unknown = any(offer.price is None for offer, _ in planned)
+    costs = [offer.price for offer, n in planned for _ in range(n)]
+    price = sum(each or 0.0 for each in costs)
+    unknown = None in costs
     if as_json:
         pools = [{**asdict(offer), "count": n} for offer, n in planned]
         print_json({"machines": pools, "price": None if unknown else price})
@@ -401,16 +402,25 @@ def _show_plan(machines: Machines, as_json: bool) -> None:
     rows = [["MACHINES", "TYPE", "ZONE", "MARKET", "SLOTS", "PRICE/H"]]
     rows += [[str(n), *_pool_cells(offer)] for offer, n in planned]
     print_table(rows)
-    known = "" if not unknown else " and machines whose price is not known"
     hours = asked.max_s / 3600
     print(
-        f"{count(number, 'machine')}: {price:.2f} an hour{known}, at most {price * hours:.2f} in "
+        f"{count(number, 'machine')}: {_price(costs)}, at most {price * hours:.2f} in "
         f"{duration_words(asked.max_s)}. Nothing was started."
     )
     if number < asked.least:
         raise RunError(
             f"{count(number, 'machine')} of at least {asked.least} would be started{_within(asked)}"
         )
+
+
+def _price(prices: Sequence[float | None]) -> str:
+    """Return what machines cost together, in words.
+
+    >>> _price([0.3, None])
+    '0.30 an hour and machines whose price is not known'
+    """
+    known = "" if None not in prices else " and machines whose price is not known"
+    return f"{sum(each or 0.0 for each in prices):.2f} an hour{known}"
 
 
 def _within(asked: Definition) -> str:
@@ -592,9 +602,9 @@ def _show_machines(rows: Sequence[dict[str, Any]]) -> None:
     cells += [[_cell(row[name]) for name in columns] for row in rows]
     print_table(cells)
     owners = Counter(row["owner"] for row in rows)
-    price = sum(row["price"] or 0.0 for row in rows)
     of = ", ".join(f"{number} of {name}" for name, number in owners.items())
-    print(f"{count(len(rows), 'machine')}{f' ({of})' if of else ''}, {price:.2f} an hour")
+    price = _price([row["price"] for row in rows])
+    print(f"{count(len(rows), 'machine')}{f' ({of})' if of else ''}, {price}")
 
 
 @command(PoolOptions)

@@ -366,7 +366,10 @@ def lead_in_pod(options: LeadOptions) -> None:
         raise RunError(
             f"run {run_id} was led by another job ({led}): take another --run-id, or --resume"
         )
-    if led == job and past.status in ("succeeded", "stopped", "failed"):
+    if past.status == "succeeded":  # whichever job led it
+        _tell(f"run {run_id} has finished: there is nothing to resume")
+        raise typer.Exit(0)
+    if led == job and past.status in ("stopped", "failed"):
         _tell(f"run {run_id} has {past.status} already: {folder.resume_command}")
         raise typer.Exit(int(past.status == "failed"))
     folder.write_run({"job": job})
@@ -418,7 +421,7 @@ def get(
     if name is None:
         raise typer.Exit(subprocess.call(_command(kubectl, "get", run)))
     target = dest / name if dest is not None and dest.is_dir() else dest or Path(name)
-    _fetch(_command(kubectl, "get", run, name, "-"), target)
+    _fetch(_command(kubectl, "get", run, name, "-", shown=False), target)
 
 
 def report(
@@ -444,8 +447,13 @@ def report(
 _OURS = ("python3", "-m", "hvd_elastic.cli.app")
 
 
-def _command(kubectl: Kubectl, *words: str) -> list[str]:
-    terminal = ["--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+def _command(kubectl: Kubectl, *words: str, shown: bool = True) -> list[str]:
+    """Return a command that runs one of ours where a run is led.
+
+    Args:
+        shown: whether its output goes to our own; a terminal would change the bytes of a file.
+    """
+    terminal = ["--tty"] if shown and sys.stdin.isatty() and sys.stdout.isatty() else []
     pod = _pod_of(kubectl, words[1])
     return kubectl.command("exec", "--stdin", *terminal, pod, "--", *_OURS, *words)
 

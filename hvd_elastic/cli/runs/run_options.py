@@ -22,7 +22,7 @@ from hvd_elastic.cli.options import (
     option,
     whole_number_option,
 )
-from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
+from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions, flag_of
 from hvd_elastic.engines.base import CLOUD, INSIDE, engine_around, engine_named
 from hvd_elastic.errors import HostfileError, HvdElasticError, UsageError, raise_together
 from hvd_elastic.formatting import count, hosts_named
@@ -30,7 +30,7 @@ from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, is_named, p
 from hvd_elastic.hosts.ssh_config import ssh_config_for
 from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.resuming import check_sizes, check_slots
-from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
+from hvd_elastic.leader.spec import POLICIES, SHORTEST_HEARTBEAT_S, RunSpec, check_choices
 from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.urls import is_url
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
@@ -47,9 +47,6 @@ class EngineFlags:
     @property
     def asked(self) -> str | None:
         return next((name for name, given in asdict(self).items() if given), None)
-
-
-_POLICIES = ("fixed", "goodput")
 
 
 @dataclass(frozen=True)
@@ -397,7 +394,7 @@ class RunOptions:
     def _check_scaling(self) -> None:
         if self.mpi and self.policy == "goodput":
             raise UsageError("a job under --mpi has a fixed size: leave --policy goodput out")
-        if self.policy in _POLICIES:
+        if self.policy in POLICIES:
             self.goal.as_objective(self.policy)
         try:
             hosts, pinned = self.hosts(), self._pinned()
@@ -430,17 +427,10 @@ class RunOptions:
             )
 
     def _check_policy(self) -> None:
-        if self.policy not in _POLICIES:
-            raise UsageError(
-                f"--policy {self.policy!r} is not known; valid: {', '.join(_POLICIES)}"
-            )
+        check_choices({"policy": self.policy}, flag_of)
 
     def _check_on_not_finite(self) -> None:
-        if self.on_not_finite not in NOT_FINITE_CHOICES:
-            raise UsageError(
-                f"--on-not-finite {self.on_not_finite!r} is not known; valid: "
-                f"{', '.join(NOT_FINITE_CHOICES)}"
-            )
+        check_choices({"on_not_finite": self.on_not_finite}, flag_of)
         if self.mpi and self.on_not_finite != NOT_FINITE_CHOICES[0]:
             raise UsageError(
                 "--on-not-finite is not passed on by --mpi: leave it out, and set "

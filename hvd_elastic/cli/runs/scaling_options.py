@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from hvd_elastic.cli.options import number_option, option, parse_duration
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.hosts.hostfile import Hostfile, require_prices
-from hvd_elastic.policy.objective import OBJECTIVES, Objective
+from hvd_elastic.leader.spec import check_objective
+from hvd_elastic.policy.objective import Objective
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.objective import PricedHost
@@ -30,6 +31,15 @@ def parse_budget(text: str) -> float:
     if found is None or float(found[1]) <= 0:
         raise UsageError(f"--budget takes a price for an hour such as 40/h, not '{text}'")
     return float(found[1])
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option.
+
+    >>> flag_of("min_speedup_per_slot")
+    '--min-speedup-per-slot'
+    """
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -75,33 +85,11 @@ class ObjectiveOptions:
         Raises:
             UsageError: the options do not fit together, or the policy has no objective.
         """
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
-        kind = self.objective or "goodput"
-        if kind not in OBJECTIVES:
-            valid = ", ".join(OBJECTIVES)
-            raise UsageError(f"--objective {kind!r} is not known; valid: {valid}")
-        for name in given:
-            flag = "--" + name.replace("_", "-")
-            if policy != "goodput":
-                raise UsageError(f"{flag} is of use with --policy goodput only; add it")
-            owner = "efficiency" if name == "min_speedup_per_slot" else "cost"
-            if name != "objective" and kind != owner:
-                raise UsageError(f"{flag} belongs to --objective {owner}; add that")
-        if kind == "cost" and self.budget is None and self.deadline is None:
-            raise UsageError("--objective cost needs a --budget, or a --deadline")
-        if (self.deadline is None) != (self.target_examples is None):
-            raise UsageError(
-                "--deadline and --target-examples belong together: the target says what to do "
-                "by the deadline"
-            )
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        check_objective(policy, given, flag_of)
         share = self.min_speedup_per_slot
-        if (share or 0.0) > 1:
-            raise UsageError(
-                f"--min-speedup-per-slot {share:g} is above 1, and no slot "
-                "brings more than one alone does: give a share of that, such as 0.5"
-            )
         return Objective(
-            kind,
+            self.objective or Objective.kind,
             Objective.min_speedup_per_slot if share is None else share,
             None if self.budget is None else parse_budget(self.budget),
             None if self.deadline is None else parse_duration("--deadline", self.deadline),

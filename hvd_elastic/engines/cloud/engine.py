@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +107,8 @@ class CloudHosts:
         """Longest time that a machine took from its order until it could be used [s]."""
         self.needs = RunNeeds(machines, tell, objective)
         self._ending: set[str] = set()
-        """Machines that are not needed any more, by id; ended again until they have ended."""
+        """Machines that are not needed any more, by id; own ones are ended again until they have
+        ended."""
 
     # -- as the engine of a run ------------------------------------------------------------
 
@@ -125,8 +126,14 @@ class CloudHosts:
     # -- as the owner of what growth asks for ----------------------------------------------
 
     def list(self) -> list[Grant]:
-        self._write()  # which has failed if the disk was full
-        there = self.machines.look()
+        try:
+            self._write()  # which has failed if the disk was full
+            there = self.machines.look()
+            _check_addresses(there)
+        except (RunError, OSError):  # machines that train stay meanwhile: nothing else renews them
+            known = [each for each in self._there.values() if each.id in self._renewed]
+            self._renew([each for each in known if each.id not in self._ending], time.monotonic())
+            raise
         self._there = {each.id: each for each in there}
         now, live = time.monotonic(), {each.id: each for each in there if each.is_live}
         for each in self._since.keys() - live.keys() - self._renewed.keys() - self._ending:
@@ -135,13 +142,15 @@ class CloudHosts:
         self._since = {each: self._since.get(each, now) for each in live}
         self._renewed = {each: at for each, at in self._renewed.items() if each in live}
         running = [each for each in live.values() if each.state == "running"]
-        self._renew([each for each in running if each.id not in self._ending], now)
+        left = self._ending | self.given_up.keys()
+        self._renew([each for each in running if each.id not in left], now)
         self._ending.intersection_update(live)
         late = {each for each in live if now - self._since[each] >= self._start_limit_s}
+        late -= self._reach.preparing  # their command takes the time that it takes
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
         if ending := [each for each in live if each in self.given_up or each in self._ending]:
-            self.machines.stop(ending)
+            self._stop(ending)
         return [
             Grant(each.id, each.state, each.address, runs=each.id in self._renewed)
             for each in live.values()
@@ -165,9 +174,29 @@ class CloudHosts:
     def _give_up(self, machine_id: str, why: str) -> None:
         if machine_id not in self.given_up:
             self.given_up[machine_id] = why
-            self._tell(f"machine {machine_id} cannot be used, and is ended: {why}")
+            self._reach.end_preparation(machine_id)
+            is_others = machine_id in self._there and not self._own([machine_id])
+            is_ended = "is left alone" if is_others else "is ended"
+            self._tell(f"machine {machine_id} cannot be used, and {is_ended}: {why}")
+
+    def _own(self, ids: Iterable[str]) -> Sequence[str]:
+        """Return which of these machines the run has asked for: it ends no others."""
+        tokens = self.machines.started_by(self.machines.by)
+        there = [self._there[each] for each in ids if each in self._there]
+        return [each.id for each in there if each.tags.get("token") in tokens]
+
+    def _stop(self, ids: Iterable[str]) -> None:
+        if own := self._own(ids):
+            self.machines.stop(own)
 
     def ask(self, without: Sequence[str], named: str) -> None:
+        """Use a machine of ``cloud up`` again that the run has left, or start one."""
+        left = [*(self._ending - self.given_up.keys())]
+        others = {*left} - {*self._own(left)}
+        for machine in [self._there[each] for each in sorted(others & self._there.keys())]:
+            if not self._reach.renew([machine], self.machines.lease_s)[machine.id]:
+                self._ending.discard(machine.id)
+                return
         self.begin(1, self.machines.live())
 
     def begin(self, number: int, live: Sequence[Machine]) -> None:
@@ -243,6 +272,8 @@ class CloudHosts:
                     f"cloud {self.machines.definition.name}: {text}, after "
                     f"{duration_words(waited_s)}: hvd-elastic cloud list"
                 )
+            if self._reach.preparing & (self._since.keys() - self._ending):
+                began = time.monotonic()
             if self._since:
                 wait_s = _WAIT_S
             else:  # no capacity
@@ -251,7 +282,7 @@ class CloudHosts:
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
         self._ending |= {*grant_ids}
-        self.machines.stop(grant_ids)
+        self._stop(grant_ids)
 
     def join_host(self, grant: Grant) -> None:
         with self._changing:
@@ -271,11 +302,13 @@ class CloudHosts:
             )
 
     def stop_host(self, host: str) -> None:
-        """End the machine of a host that the run has left."""
+        """Have the run leave the machine of a host that is drained, for good; end an own one."""
         with self._changing:
             ids = [each.id for each in self._joined.values() if each.address == host]
         if ids:
-            self._tell(f"{host} is drained, so its machine is ended")
+            self.given_up |= dict.fromkeys(ids, "it is drained")
+            if self._own(ids):
+                self._tell(f"{host} is drained, so its machine is ended")
             self.cancel(ids)
 
     def end(self) -> None:
@@ -317,6 +350,17 @@ class CloudHosts:
         if hosts != self._written and (hosts or self.may_be_none):
             write_hostfile(self._hostfile, hosts)
             self._written = hosts
+
+
+def _check_addresses(machines: Sequence[Machine]) -> None:
+    """Raise CloudError if two machines have one address, by which hosts are told apart."""
+    known: dict[str, str] = {}
+    for each in machines:
+        if each.is_live and each.address and known.setdefault(each.address, each.id) != each.id:
+            raise CloudError(
+                f"machines {known[each.address]} and {each.id} have one address, {each.address}: "
+                "each needs an address of its own, also if their ports differ"
+            )
 
 
 class CloudSource(HostSource):
@@ -430,10 +474,8 @@ def _watching(folder: RunFolder, hosts: CloudHosts, tell: Callable[[str], None])
         if left_s > leave_before_s():
             return False
         tell(f"the machines end in {duration_words(max(0.0, left_s))}: the run stops")
-        with contextlib.suppress(RunError):  # of a full disk: tried again
-            folder.send_request("stop", {"reason": StopCause.MACHINES.value})
-            return True
-        return False
+        folder.send_request("stop", {"reason": StopCause.MACHINES.value})
+        return True
 
     with repeating("drained machines", _WAIT_S, look):
         yield

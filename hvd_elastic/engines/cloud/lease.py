@@ -29,6 +29,7 @@ if [ -d $kept ]; then  # cloud-init runs it once; after a reboot it is to run ag
     left=$(($(cat $kept/hvd_elastic_end) - $(date +%s)))
     [ $left -gt $max ] || max=$left
     [ $max -gt 60 ] || max=60
+    renewed=$kept/hvd_elastic_lease
     if [ "$0" != /var/lib/cloud/scripts/per-boot/hvd_elastic ]; then
         cp "$0" /var/lib/cloud/scripts/per-boot/hvd_elastic
         chmod 755 /var/lib/cloud/scripts/per-boot/hvd_elastic
@@ -39,7 +40,7 @@ setsid sh -c "sleep $((max + {second_s:.0f})); shutdown -h now" < /dev/null > /d
 {program}
 HVD_ELASTIC_END
 if command -v python3 > /dev/null; then
-    setsid python3 {file}.py {file} {lease_s:g} $max {user} < /dev/null > {file}.log 2>&1 &
+    setsid python3 {file}.py {file} {lease_s:g} $max {user} $renewed < /dev/null > {file}.log 2>&1 &
 else
     echo "hvd_elastic: this image has no python3, so the machine ends soon" > /dev/console
     setsid sh -c 'sleep {lease_s:.0f}; shutdown -h now' < /dev/null > /dev/null 2>&1 &

@@ -7,13 +7,16 @@ when the provider says that it has ended.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 from hvd_elastic.engines.base import WaitReport
 from hvd_elastic.engines.cloud.lease import LEASE_S, user_data
@@ -30,8 +33,9 @@ from hvd_elastic.engines.cloud.provider import (
     UnsupportedError,
 )
 from hvd_elastic.engines.cloud.records import CloudFolder, Definition, Intent, owner, setting_s
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.formatting import count
+from hvd_elastic.hosts.ssh_config import load_ssh_config
 from hvd_elastic.policy.spot import MachinePlan, next_order, useful_pools
 
 LEFT_OUT_S = 600.0
@@ -142,6 +146,7 @@ class Machines:
             CloudError: the provider does not answer.
             RunError: what is written of them cannot be read.
         """
+        self.folder.check_use()
         # Both before the list: it may miss what is ordered meanwhile, and its answer may come late.
         intents = self.folder.intents()
         settled = {intent.token for intent in intents if self._is_settled(intent)}
@@ -157,6 +162,8 @@ class Machines:
     def _settle(self, intent: Intent, machines: dict[str, Machine], *, is_settled: bool) -> None:
         """Compare an order with the list: add what is not shown yet, forget what has ended."""
         found = {each.id for each in machines.values() if each.tags.get("token") == intent.token}
+        for each in found:
+            machines[each] = _completed(machines[each], intent.offer)
         if not is_settled:
             for each in set(intent.ids or ()) - machines.keys():
                 tags = {**self.tags, "token": intent.token}
@@ -295,6 +302,7 @@ class Machines:
         with self.folder.changing():
             if self._is_closed:
                 raise RunError(f"the {self.by or 'command'} ends, so it asks for no machine")
+            self.folder.check_use()
             self.definition = self.folder.read()
             if self.definition.ending:
                 raise RunError(f"cloud {self.definition.name} is being ended: cloud down")
@@ -310,7 +318,7 @@ class Machines:
             script = user_data(
                 self.left_s,
                 min(self.lease_s, self.left_s),
-                self.definition.login or "root",
+                _login(self.definition),
                 self.definition.public_key,
             )
             self.folder.begin(intent)
@@ -322,9 +330,16 @@ class Machines:
                 raise
             except CloudError as error:
                 self._tell(f"{offer.name}: {error}; whether it has started machines is looked up")
+                # Believed so long from now on: the call may have lasted until it was given up.
+                intent = replace(intent, at=time.time())
+                self._seen_intents[token] = time.monotonic()
+                with contextlib.suppress(
+                    RunError
+                ):  # of a full disk; it is there, with its old time
+                    self.folder.begin(intent)
             else:
                 self.folder.answer(intent, tuple(each.id for each in started))
-                return started
+                return [_completed(each, offer) for each in started]
         return self._look_up(intent)
 
     def _look_up(self, intent: Intent) -> list[Machine]:
@@ -339,7 +354,7 @@ class Machines:
         found = [each for each in self._provider.list(tags) if each.state != "ended"]
         if found:
             self.folder.answer(intent, tuple(each.id for each in found))
-            return found
+            return [_completed(each, intent.offer) for each in found]
         self.folder.forget(intent.token)
         raise CloudError("the order was not answered, and has started no machine")
 
@@ -408,6 +423,23 @@ class Machines:
         with self.folder.changing():
             self.definition = replace(self.folder.read(), ending=True)
             self.folder.write(self.definition)
+
+
+def _completed(machine: Machine, asked: Offer) -> Machine:
+    """Return a machine with what its provider does not say of its pool, from its order."""
+    unknown, told = asdict(Offer("")), asdict(machine.offer)
+    left_out = {name: value for name, value in asdict(asked).items() if told[name] == unknown[name]}
+    return replace(machine, offer=replace(machine.offer, **left_out))
+
+
+def _login(definition: Definition) -> str:
+    """Return the user that ssh logs in as on a new machine, whose address is not known yet."""
+    path = definition.ssh_config
+    entry: Mapping[str, Any] = {}
+    if not definition.login:
+        with contextlib.suppress(SshError):  # ssh says it when it connects
+            entry = load_ssh_config(None if path is None else Path(path)).lookup("*")
+    return definition.login or str(entry.get("user") or getpass.getuser())
 
 
 def _pool(offer: Offer) -> tuple[str, str, bool]:

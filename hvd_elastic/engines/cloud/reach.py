@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,10 +18,16 @@ from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.known_hosts import KeyState, forget, remember
 from hvd_elastic.hosts.route import own_known_hosts
 from hvd_elastic.hosts.ssh import connect, read_host_key
+from hvd_elastic.programs.processes import descendants, end_processes
 
 _CONNECT_S = 5.0
 _LIMIT_S = 30.0
 """Time limit for all that is done on a machine at a time [s]."""
+
+
+def _file_name(machine: Machine) -> str:
+    """Return the id of a machine as the name of a file; an id such as ``zone/name`` has slashes."""
+    return urllib.parse.quote(machine.id, safe="")
 
 
 class UnfitError(SshError):
@@ -74,10 +81,11 @@ class Reach:
 
         def visit(host: Host, stopper: Stopper) -> None:
             machine = by_name[host.name]
-            if not (self._trusted / machine.id).exists():
+            trusted = self._trusted / _file_name(machine)
+            if not trusted.exists():
                 self._trust(host)
                 self._trusted.mkdir(mode=0o700, exist_ok=True)
-                (self._trusted / machine.id).touch()
+                trusted.touch()
             with connect(host, self.options) as connection:
                 stopper.add_action(connection.close)
                 # Before the lease, which a program of Python keeps.
@@ -100,6 +108,19 @@ class Reach:
                 self.unfit.add(machine.id)
         return found
 
+    @property
+    def preparing(self) -> set[str]:
+        """Machines whose preparation has not been seen to end, by id."""
+        return {each for each, process in self._preparing.items() if process.returncode is None}
+
+    def end_preparation(self, machine_id: str) -> None:
+        """End the command that prepares a machine, if it runs, with all that it has started."""
+        if machine_id in self.preparing:
+            process = self._preparing[machine_id]
+            end_processes(lambda: descendants([process.pid]), grace_s=0.0)
+            process.kill()
+            process.wait()
+
     def _prepare(self, machine: Machine) -> None:
         """Have a new machine prepared by the user's command; return when that has succeeded.
 
@@ -110,15 +131,20 @@ class Reach:
         if not command:
             return
         folder = CloudFolder(self._definition.name).path / "prepare"
-        log = folder / f"{machine.id}.log"
+        done = folder / f"{_file_name(machine)}.done"
+        if done.exists():  # by an earlier command or leader; it may train by now
+            return
+        log = folder / f"{_file_name(machine)}.log"
         if machine.id not in self._preparing:
             folder.mkdir(mode=0o700, exist_ok=True)
-            hosts = folder / f"{machine.id}.hosts"
+            hosts = folder / f"{_file_name(machine)}.hosts"
             write_hostfile(hosts, [self.host_of(machine)])
+            path = self._definition.ssh_config
+            config = {} if path is None else {"HVD_ELASTIC_SSH_CONFIG": path}
             with log.open("wb") as file:
                 self._preparing[machine.id] = subprocess.Popen(
                     ["/bin/sh", "-c", command],
-                    env={**os.environ, "HOSTFILE": str(hosts)},
+                    env={**os.environ, **config, "HOSTFILE": str(hosts)},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -131,6 +157,7 @@ class Reach:
                 f"host {machine.address}: the command that prepares it ended with exit status "
                 f"{status}, see {log}"
             )
+        done.touch()
 
     def _trust(self, host: Host) -> None:
         """Accept the key of a machine that has just started, in place of an earlier one's.

@@ -105,6 +105,8 @@ class CloudFolder:
     def __init__(self, name: str) -> None:
         self.name = name
         self.path = clouds_folder() / name
+        self._used: tuple[int, int] | None = None
+        """Device and inode of the lock that :meth:`use` has taken last."""
 
     @classmethod
     def open(cls, name: str) -> CloudFolder:
@@ -174,7 +176,25 @@ class CloudFolder:
             )
         lock.truncate(0)
         lock.write(by.encode())
+        found = os.fstat(lock.fileno())
+        self._used = found.st_dev, found.st_ino
         return lock
+
+    def check_use(self) -> None:
+        """Check that the cloud is still the one that :meth:`use` was called for, if it was.
+
+        Raises:
+            RunError: it was ended, and another one of this name was started, which others use.
+        """
+        if self._used is None:
+            return
+        with contextlib.suppress(FileNotFoundError):  # it was ended: there are no machines
+            found = (self.path / "user").stat()
+            if (found.st_dev, found.st_ino) != self._used:
+                raise RunError(
+                    f"cloud {self.name} was ended and started again meanwhile (cloud down, cloud "
+                    "up), so its machines are not used any more"
+                )
 
     def begin(self, intent: Intent) -> None:
         """Write an order, before it is sent."""

@@ -15,18 +15,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
+from hvd_elastic.checkpoint.manifests import find_checkpoints
+from hvd_elastic.checkpoint.place import check_new_place
+from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dial_in.fixed_ranks import FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.dial_in.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
-from hvd_elastic.errors import ArgumentError, RunError
+from hvd_elastic.errors import ArgumentError, RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.leader import lead
-from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.leader.resuming import check_not_complete
+from hvd_elastic.leader.spec import RunSpec, check_choices, check_objective
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.run_events import (
     Event,
@@ -35,6 +41,7 @@ from hvd_elastic.run_events import (
     HostReturned,
     ScriptFailed,
 )
+from hvd_elastic.urls import is_url
 from hvd_elastic.views.terminal import LastingView
 
 _CALM_S = 10.0
@@ -149,7 +156,10 @@ def train(
         if not sizes.elastic:
             with having(None) as (hosts, check):
                 return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
+        _check_values(options)
         run_id = options.pop("run_id", None)
+        if (place := options.get("checkpoint_folder")) is not None and not is_url(str(place)):
+            options["checkpoint_folder"] = str(Path(place).absolute())
         objective = Objective(
             options.pop("objective", Objective.kind),
             options.pop("min_speedup_per_slot", Objective.min_speedup_per_slot),
@@ -165,14 +175,88 @@ def train(
             objective=objective,
             **options,
         )
-        again = f"its program on {engine} once more, with the same checkpoint_folder"
-        folder = RunFolder.create(run_id, {**spec.as_dict(), "resume": again})
+        folder, resumed = _run_folder(run_id, spec)
         with having(folder.hosts) as (hosts, check):
             hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
             if hosts.slots < sizes.wanted:
                 wanted = count(sizes.wanted, "process")
                 _tell(f"training begins with {hosts.slots} of {wanted}; others join when they come")
-            return _lead(replace(spec, hostfile=str(folder.hosts)), folder, hosts, check)
+            spec = replace(spec, hostfile=str(folder.hosts))
+            return _lead(spec, folder, hosts, check, resumed=resumed)
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    """Check options as ``hvd-elastic run`` does.
+
+    Raises:
+        ArgumentError: one has a value that cannot be used.
+    """
+    parts = ("objective", "min_speedup_per_slot", "deadline_s", "target_examples")
+    given = {name.removesuffix("_s"): options.get(name) for name in parts}
+    given = {name: value for name, value in given.items() if value is not None}
+    of_spec = {name: value for name, value in options.items() if name not in (*parts, "run_id")}
+    if of_spec.get("checkpoint_folder") is not None:  # it may be a Path
+        of_spec["checkpoint_folder"] = str(of_spec["checkpoint_folder"])
+    goal = {"kind": given.get("objective", Objective.kind)}
+    goal |= {name: given[name] for name in ("min_speedup_per_slot",) if name in given}
+    goal |= {"deadline_s": given.get("deadline"), "target": given.get("target_examples")}
+    try:
+        msgspec.convert(goal, Objective)
+        msgspec.convert({**of_spec, "command": COMMAND, "cwd": "."}, RunSpec)
+        check_choices(options)
+        policy = options.get("policy", RunSpec.policy)
+        check_objective(policy, given, lambda name: {"deadline": "deadline_s"}.get(name, name))
+    except (UsageError, msgspec.ValidationError) as error:
+        raise ArgumentError(f"options of the run: {error}") from None
+
+
+def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
+    """Return the folder of a new run, or of the one that this program is to continue.
+
+    That is the run of this name, or without a name the one whose checkpoints are in the place that
+    is given, if it was led by such a program and has not finished.
+
+    Returns:
+        The folder, and whether the run has begun before.
+
+    Raises:
+        HvdElasticError: the run has finished, is led by another process, or has its checkpoints
+            elsewhere; or those of another run are in the place.
+    """
+    place = spec.checkpoint_folder
+    owner = None if place is None else _owner_of(place)
+    name = run_id or owner
+    folder = None if name is None else RunFolder.find(name)
+    again = f"its program on {spec.engine} once more, with the same run_id or checkpoint_folder"
+    fields = {**spec.as_dict(), "resume": again}
+    if folder is None or folder.read_run().get("engine") != spec.engine:
+        if place is not None:
+            if owner and run_id and (known := RunFolder.find(owner)):
+                if known.read_run().get("engine") == spec.engine:
+                    raise RunError(
+                        f"{place} holds checkpoints of run {owner}: leave run_id out to continue "
+                        f"that run, or give run {run_id} a checkpoint_folder of its own"
+                    )
+            check_new_place(place)
+        return RunFolder.create(run_id, fields), False
+    before = folder.read_run().get("checkpoint_folder")
+    resumed = summarize(folder.iter_events()).attempts > 0
+    if (resumed and before != place) or (owner or name) != name:
+        raise RunError(
+            f"run {name} has its checkpoints in {before or folder.checkpoints}, and continues with "
+            "that checkpoint_folder alone; give a new run a run_id and checkpoint_folder of its own"
+        )
+    check_not_complete(folder)
+    folder.take_lead().close()  # refused while another process leads it
+    _tell(f"run {name} continues")
+    folder.write_run(fields)
+    return folder, resumed
+
+
+def _owner_of(place: str) -> str | None:
+    """Return the run whose checkpoints are in a folder or URL; None: there are none with a name."""
+    found = CheckpointUrl(place).find(Path()) if is_url(place) else find_checkpoints(place)
+    return next((each.run for each in found if each.run), None)
 
 
 def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire:
@@ -221,7 +305,9 @@ def _hosts(
         hosts.close()
 
 
-def _lead(spec: RunSpec, folder: RunFolder, hosts: DialInHosts, check: Check) -> Any:
+def _lead(
+    spec: RunSpec, folder: RunFolder, hosts: DialInHosts, check: Check, *, resumed: bool
+) -> Any:
     """Lead an elastic run; return the function's value."""
     failure: list[ScriptFailed] = []
     leaving = set[str]()
@@ -244,7 +330,7 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialInHosts, check: Check) ->
 
         with _stopped_if_hopeless(folder, check):
             engine = contextlib.nullcontext(hosts)
-            finish, _ = lead(spec, folder, {}, show, show_output, engine=engine)
+            finish, _ = lead(spec, folder, {}, show, show_output, resumed=resumed, engine=engine)
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":
@@ -263,8 +349,8 @@ def _stopped_if_hopeless(folder: RunFolder, check: Check) -> Iterator[None]:
         try:
             check()
         except RunError as error:
-            hopeless.append(error)
             folder.send_request("stop")
+            hopeless.append(error)
         return bool(hopeless)
 
     with repeating("engine", _LOOK_S, look):

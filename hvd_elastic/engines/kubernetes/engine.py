@@ -170,8 +170,8 @@ def _draining(folder: RunFolder, hosts: DialInHosts, pods: Pods) -> Iterator[Non
                     hosts.release_host(host, is_last=True)
         for name, since in [*pods.going.items()]:
             if time.monotonic() > since + _NOTICE_S and name not in draining and pods.in_use(name):
-                draining.add(name)
                 folder.send_request("drain", {"host": name, "leave_in_s": _LEAVE_IN_S})
+                draining.add(name)
         return False
 
     with repeating("drained hosts", _LOOK_S, look):

@@ -20,7 +20,7 @@ import msgspec
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, SshError
-from hvd_elastic.hosts.fanout import HostResult, Stopper, fan_out
+from hvd_elastic.hosts.fanout import HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
@@ -215,12 +215,22 @@ def bring_up(
         One result for each host as it ends. Without a head there are no others.
 
     Raises:
-        RunError: the cluster has another head than the first host.
+        RunError: the head was started alone, at an address that other hosts do not reach.
     """
     cluster = record.read() or RayCluster()
-    known = {host.name for host in cluster.hosts}
-    grown = (*cluster.hosts, *(host for host in hosts if host.name not in known))
-    cluster = replace(cluster, hosts=grown, settings=settings)
+    before = cluster.hosts
+    # Without an address no head has started, and the first of these hosts is to be it.
+    every = [*before, *hosts] if cluster.address else [*hosts, *before]
+    grown: dict[str, Host] = {}
+    for host in every:
+        grown.setdefault(host.name, host)
+    alone = cluster.address.startswith("127.0.0.1:") and is_local(cluster.head, ssh)
+    if alone and not all(is_local(host, ssh) for host in hosts):
+        raise RunError(
+            f"the head of this Ray cluster was started alone, at {cluster.address}, which other "
+            "hosts do not reach. End it with hvd-elastic ray down HOSTFILE, then start it again"
+        )
+    cluster = replace(cluster, hosts=tuple(grown.values()), settings=settings)
     record.write(cluster)  # first, so that an interrupted start can be ended
     head = cluster.head
 
@@ -242,16 +252,28 @@ def bring_up(
         )
         return msgspec.convert(answer, Started)
 
+    def drop_unreached(result: HostResult[Started]) -> None:
+        """Forget a new host that was not reached: nothing was started there."""
+        nonlocal cluster
+        known = {host.name for host in before}
+        if result.outcome is Outcome.UNREACHABLE and result.host.name not in known:
+            left = tuple(host for host in cluster.hosts if host.name != result.host.name)
+            cluster = replace(cluster, hosts=left)
+            record.write(cluster)
+
     (first,) = fan_out([head], lambda host, stopper: start(host, stopper, None), 1, _LIMIT_S)
     if first.value is not None:
         cluster = replace(cluster, address=first.value.address, client=first.value.client)
         record.write(cluster)
+    drop_unreached(first)
     if any(host.name == head.name for host in hosts) or not first.ok:
         yield first
     if first.ok:
         others = [host for host in hosts if host.name != head.name]
         at = cluster.address
-        yield from fan_out(others, lambda host, stop: start(host, stop, at), fanout, _LIMIT_S)
+        for result in fan_out(others, lambda host, stop: start(host, stop, at), fanout, _LIMIT_S):
+            drop_unreached(result)
+            yield result
 
 
 def look_at(

@@ -23,7 +23,7 @@ from hvd_elastic.engines.slurm.allocation import (
     is_inside,
     own_allocation,
 )
-from hvd_elastic.errors import RunError, SshError
+from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, ProgramConnection, start_here
@@ -126,10 +126,8 @@ def slurm_engine(folder: RunFolder, allocation: Allocation) -> Iterator[SlurmEng
     def stop_if_over() -> bool:
         if not has_ended(allocation.job_id):
             return False
-        with contextlib.suppress(RunError):  # of a full disk: tried again
-            folder.send_request("stop", {"reason": StopCause.ALLOCATION.value})
-            return True
-        return False
+        folder.send_request("stop", {"reason": StopCause.ALLOCATION.value})
+        return True
 
     engine = SlurmEngine(folder, allocation)
     with repeating("allocation", _LOOK_S, stop_if_over):

@@ -122,6 +122,27 @@ def test_a_renewal_is_read_though_it_comes_before_the_program_looks_for_the_firs
     assert sum(asleep) == 3.0
 
 
+def test_a_renewed_lease_outlasts_a_reboot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept, wall = str(tmp_path / "kept"), 1000.0
+    monkeypatch.setattr(sys, "argv", ["lease", str(tmp_path / "lease"), "1", "600", "root", kept])
+    asleep: list[float] = []
+    monkeypatch.setattr(lease, "_now", lambda: sum(asleep))
+    monkeypatch.setattr(time, "sleep", asleep.append)
+    monkeypatch.setattr(time, "time", lambda: wall)
+
+    def shutdown(_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(subprocess, "call", shutdown)
+    for renewal, lasts_s in (("9\n", 9.0), ("", 7.0)):  # before the reboot, and after it
+        monkeypatch.setattr(os, "chown", lambda path, *_, text=renewal: Path(path).write_text(text))
+        with pytest.raises(SystemExit):
+            lease.main()
+        assert sum(asleep) == lasts_s
+        del asleep[:]
+        wall += 2.0
+
+
 def test_no_renewal_reaches_beyond_the_deadline(start) -> None:
     machine = start(2.0, 4.0)
     wait_for(machine.lease)

@@ -115,6 +115,12 @@ def test_a_provider_that_fails_does_not_hide_the_machines_of_others(programs) ->
     assert CliRunner().invoke(app, ["cloud", "list", "--all"]).stdout == ""  # not: 0 machines
 
 
+def test_a_price_that_is_not_known_is_not_shown_as_none(programs) -> None:
+    done = CliRunner().invoke(app, ["cloud", "list", "--all", *programs])
+    end = f"1 machine (1 of {owner()}), 0.00 an hour and machines whose price is not known\n"
+    assert done.stdout.endswith(end)
+
+
 def test_a_plan_that_the_budget_cuts_short_says_so(programs) -> None:
     more = ("--type", "large", "--instances", "1", "--max-hours", "1", "--budget", "1/h")
     done = CliRunner().invoke(app, ["cloud", "up", "lab", *more, "--dry-run", *programs])

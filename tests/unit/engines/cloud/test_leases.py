@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 from hvd_elastic.engines.cloud import engine, reach
 from hvd_elastic.engines.cloud.cluster import _leave
 from hvd_elastic.engines.cloud.engine import CloudHosts
-from hvd_elastic.engines.cloud.provider import CloudError, Machine
+from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import Result
-from tests.unit.engines.cloud.test_machines import SPOT, Cloud
+from hvd_elastic.programs.processes import read_process
+from tests.unit.engines.cloud.test_machines import POOLS, SPOT, Cloud
 from tests.unit.engines.cloud.test_spot_machines import hosts_of
+from tests.waiting import until
 
 LONG_S = 60.0
 
@@ -106,11 +109,10 @@ def test_jobs_that_continue_on_machines_that_nobody_can_list_hear_it(
     assert "the token has expired" in text
 
 
-@pytest.mark.parametrize(("status", "unfit", "why"), [(-1, set(), "lost"), (127, {"m0"}, "image")])
-def test_only_a_machine_that_answers_is_unfit(
-    hosts, monkeypatch: pytest.MonkeyPatch, status: int, unfit: set[str], why: str
-) -> None:
-    class Lost:
+def answer(patch: pytest.MonkeyPatch, status: int) -> None:
+    """Have all machines answer each command with an exit status."""
+
+    class Answering:
         host = Host("10.0.1.0")
 
         def run(self, *_: Any, **__: Any) -> Result:
@@ -120,15 +122,157 @@ def test_only_a_machine_that_answers_is_unfit(
             pass
 
     @contextlib.contextmanager
-    def connect(*_: object) -> Iterator[Lost]:
-        yield Lost()
+    def connect(*_: object) -> Iterator[Answering]:
+        yield Answering()
 
-    monkeypatch.setattr(reach, "connect", connect)
-    monkeypatch.setattr(hosts._reach, "_trust", lambda _: None)
+    patch.setattr(reach, "connect", connect)
+    patch.setattr(reach.Reach, "_trust", lambda *_: None)
+
+
+@pytest.mark.parametrize(("status", "unfit", "why"), [(-1, set(), "lost"), (127, {"m0"}, "image")])
+def test_only_a_machine_that_answers_is_unfit(
+    hosts, monkeypatch: pytest.MonkeyPatch, status: int, unfit: set[str], why: str
+) -> None:
+    answer(monkeypatch, status)
     hosts.begin(1, ())
     found = hosts._reach.renew(hosts.machines.live(), 60.0)
     assert why in found["m0"]
     assert hosts._reach.unfit == unfit
+
+
+def test_a_run_leaves_machines_of_cloud_up_and_ends_only_its_own(
+    hosts, leases, cloud, said
+) -> None:
+    hosts.machines.by = ""  # as cloud up
+    hosts.begin(2, ())
+    hosts.machines.by = "run r1"
+    hosts.begin(1, hosts.machines.live())
+    grants = {each.grant_id: each for each in hosts.list()}
+    for grant in grants.values():
+        hosts.join_host(grant)
+    hosts.cancel(["m0", "m2"])
+    hosts.stop_host(grants["m1"].host)
+    assert cloud.live == {"m0", "m1"}
+    assert hosts.list() == []
+    orders = len(cloud.orders)
+    hosts.ask((), "")
+    assert [each.grant_id for each in hosts.list()] == ["m0"]  # m1 was drained
+    assert len(cloud.orders) == orders
+    leases.bad = {"m0": 100}
+    hosts.cancel(["m0"])
+    hosts.ask((), "")
+    assert len(cloud.orders) == orders + 1
+    hosts.end()
+    assert cloud.live == {"m0", "m1"}
+
+
+def test_a_machine_of_cloud_up_that_cannot_be_used_is_left_alone(
+    hosts, leases, cloud, said
+) -> None:
+    hosts.machines.by = ""
+    hosts.begin(1, ())
+    hosts.machines.by = "run r1"
+    leases.bad = {"m0": 1000}
+    hosts._start_limit_s = 0.0
+    for _ in range(2):
+        assert hosts.list() == []
+    assert cloud.live == {"m0"}
+    assert said[-1].startswith("machine m0 cannot be used, and is left alone: host 10.0.1.0: no")
+
+
+def test_a_machine_is_waited_for_as_long_as_its_preparation_takes(
+    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, 0)
+    done = tmp_path / "done"
+    command = f"while [ ! -e {done} ]; do sleep 0.05; done"
+    hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
+    hosts._start_limit_s = 0.0
+    hosts.begin(1, ())
+    for _ in range(2):
+        assert [each.runs for each in hosts.list()] == [False]
+    done.touch()
+    until(lambda: hosts.list()[0].runs)
+
+
+def test_the_id_of_a_machine_may_have_slashes(hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, 0)
+    hosts._reach._definition = replace(hosts._reach._definition, prepare="true")
+    machine = Machine("zone/m0", "running", "10.0.1.0", POOLS[0])
+    until(lambda: hosts._reach.renew([machine], 60.0) == {"zone/m0": ""})
+
+
+def test_two_machines_with_one_address_are_refused_in_words(hosts, leases, cloud) -> None:
+    hosts.begin(2, ())
+    cloud.machines["m1"] = replace(cloud.machines["m1"], address="10.0.1.0", port=2222)
+    with pytest.raises(CloudError, match=r"m0 and m1 have one address, 10\.0\.1\.0"):
+        hosts.list()
+    cloud.stop(["m0"])
+    assert [each.grant_id for each in hosts.list()] == ["m1"]
+
+
+def test_a_machine_is_prepared_once_with_the_ssh_configuration_of_its_cloud(
+    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, 0)
+    said = tmp_path / "said"
+    command = f'echo "with $HVD_ELASTIC_SSH_CONFIG" >> {said}'
+    definition = replace(hosts._reach._definition, prepare=command, ssh_config="/the/config")
+    hosts.begin(1, ())
+    machines = hosts.machines.live()
+
+    def prepare() -> None:
+        fresh = reach.Reach(definition)
+        until(lambda: fresh.renew(machines, 60.0) == {"m0": ""})
+
+    prepare()
+    prepare()  # as a second command or leader
+    assert said.read_text() == "with /the/config\n"
+
+
+def test_the_preparation_of_a_machine_that_has_ended_is_ended(
+    hosts, cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, 0)
+    child = tmp_path / "child"
+    command = f"sleep 3600 & echo $! > {child}; wait; sleep 3600"
+    hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
+    hosts.begin(1, ())
+    hosts.list()
+    until(lambda: child.exists() and bool(child.read_text()))
+    cloud.stop(["m0"])
+    assert hosts.list() == []
+    until(lambda: read_process(int(child.read_text())) is None)
+    assert hosts._reach._preparing["m0"].returncode
+
+
+@pytest.mark.parametrize("fault", ["cloud", "disk"])
+def test_leases_of_machines_that_train_are_renewed_although_the_cloud_or_the_disk_refuses(
+    hosts, cloud, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    renewed: list[str] = []
+
+    def renew(machines: Sequence[Machine], _: float) -> dict[str, str]:
+        renewed.extend(each.id for each in machines)
+        return {each.id: "" for each in machines}
+
+    def fail(*_: object) -> None:
+        raise CredentialsError("the token has expired") if fault == "cloud" else OSError("full")
+
+    monkeypatch.setattr(hosts._reach, "renew", renew)
+    hosts.machines.lease_s = 0.0  # due at each look
+    hosts.begin(2, ())
+    hosts.join_host(hosts.list()[0])
+    del renewed[:]
+    if fault == "cloud":
+        cloud.on_its_way = fail
+    else:
+        hosts._written = []
+        monkeypatch.setattr(engine, "write_hostfile", fail)
+    for _ in range(2):
+        with pytest.raises((CredentialsError, OSError)):
+            hosts.list()
+    assert sorted(renewed) == ["m0", "m0", "m1", "m1"]
 
 
 def test_a_run_that_ends_orders_no_more_machines(hosts, cloud) -> None:

@@ -134,6 +134,23 @@ def test_an_order_is_on_disk_with_its_token_before_the_cloud_hears_of_it(folder,
     assert folder.intents()[0].ids == ("m0",)
 
 
+@pytest.mark.parametrize(
+    ("login", "config", "user"),
+    [("eve", "Host *\n  User ann\n", "eve"), ("", "Host *\n  User ann\n", "ann"), ("", "", "bob")],
+)
+def test_the_lease_of_a_machine_is_of_the_user_that_ssh_logs_in_as(
+    folder, said, tmp_path, monkeypatch, login: str, config: str, user: str
+) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "bob")
+    path = tmp_path / "config"
+    path.write_text(config)
+    path.chmod(0o600)
+    change(folder, login=login, ssh_config=str(path))
+    cloud = Cloud()
+    machines_of(folder, cloud, said).start(1, (), SPOT)
+    assert f" $max {user} " in cloud.orders[0].user_data
+
+
 def test_no_machine_is_asked_for_if_its_order_cannot_be_written(folder, said) -> None:
     cloud = Cloud()
     orders = folder.path / "orders"
@@ -153,6 +170,22 @@ def test_machines_of_an_order_whose_answer_was_lost_are_found_by_its_token(folde
     started = machines_of(folder, cloud, said).start(1, (), SPOT)
     assert [each.id for each in started] == ["m0"]
     assert len(cloud.orders) == 1
+
+
+def test_machines_of_an_order_that_fails_late_are_found_although_no_list_shows_them_at_once(
+    folder, said
+) -> None:
+    def lose() -> None:
+        machines.look()  # as a thread does meanwhile
+        time.sleep(0.6)  # longer than a list is not believed
+        raise CloudError("no answer in time")
+
+    cloud = Cloud(hidden_s=0.9)
+    cloud.after = lose
+    machines = machines_of(folder, cloud, said)
+    started = machines.start(1, (), SPOT)
+    assert [each.id for each in started] == ["m0"]
+    assert folder.intents()[0].ids == ("m0",)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.6])
@@ -237,6 +270,26 @@ def test_what_was_ended_by_hand_does_not_stop_the_rest_from_being_ended(folder, 
     assert not cloud.live
 
 
+def test_a_run_leaves_a_cloud_that_was_ended_and_started_again_to_others(folder, said) -> None:
+    cloud = Cloud()
+    definition = folder.read()
+    with folder.use("run r1"):
+        machines = machines_of(folder, cloud, said, "run r1")
+        machines.start(1, (), SPOT)
+        machines_of(CloudFolder("lab"), cloud, said).end_all()  # cloud down
+        CloudFolder("lab").remove()
+        assert machines.look() == []
+        again = CloudFolder("lab")
+        again.write(definition)
+        with again.use("run r2"):
+            others = machines_of(again, cloud, said, "run r2")
+            others.start(1, (), SPOT)
+            for use in (machines.look, lambda: machines.start(1, (), SPOT)):
+                with pytest.raises(RunError, match="ended and started again"):
+                    use()
+            assert len(others.look()) == 1
+
+
 def test_nothing_is_started_while_a_cloud_is_being_ended_or_after_its_deadline(
     folder, said
 ) -> None:
@@ -313,6 +366,28 @@ def test_a_budget_bounds_the_price_of_all_machines(folder, said) -> None:
     assert sum(each.offer.price or 0.0 for each in held) <= 1.0
     with pytest.raises(UnsupportedError, match="exceed --budget 1 an hour"):
         machines.start(1, held, MachinePlan(8, 1, ""))
+
+
+def test_a_budget_holds_although_the_provider_says_little_of_its_machines(folder, said) -> None:
+    """As a user's programs may do: a machine has an id and a state at least."""
+    cloud = Cloud()
+    cloud.pools = [replace(offer, slots=4) for offer in POOLS]
+    change(folder, budget=1.0)
+    machines = machines_of(folder, cloud, said)
+
+    def say_little() -> None:
+        for name, each in cloud.machines.items():
+            cloud.machines[name] = replace(each, offer=Offer(""))
+
+    cloud.after = say_little
+    machines.start(1, (), SPOT)
+    (there,) = machines.live()
+    assert there.offer == cloud.pools[0]
+    (other,) = machines.start(1, [there], MachinePlan(8, 0, ""))
+    assert other.offer == cloud.pools[1]
+    held = [*machines.live(), *machines.start(8, machines.live(), SPOT)]
+    assert len(cloud.machines) == 3
+    assert sum(each.offer.price or 0.0 for each in held) <= 1.0
 
 
 def test_a_budget_allows_no_machine_whose_price_nobody_knows(folder, said) -> None:

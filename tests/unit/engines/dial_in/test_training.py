@@ -20,7 +20,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from hvd_elastic.engines.dial_in import fixed_ranks
+from hvd_elastic.engines.dial_in import fixed_ranks, training
 from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.dial_in.task import TASK_FILE, Task
@@ -29,7 +29,8 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.transfer import send_file
 from hvd_elastic.programs.processes import read_process
-from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.run_folder import RunFolder, list_runs
+from hvd_elastic.run_events import Restored
 from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
 from tests.tensorboard_files import read_scalars
 from tests.waiting import until
@@ -374,6 +375,86 @@ def train_until(path: str) -> int:
     return train(hvd.State(model=model, optimizer=optimizer))
 
 
+def train_and_fail_once(failed: str, checkpoints: str) -> int:
+    """Train until there is a checkpoint and fail; the second time return after a step."""
+    import torch
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
+
+    @hvd.run
+    def train(state: Any) -> int:
+        for (inputs,) in hvd.steps(10**9, loader):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+            time.sleep(0.02)
+            state.commit()
+            if Path(failed).exists():
+                break
+            if [*Path(checkpoints).glob("step-*.json")]:
+                Path(failed).touch()
+                raise ValueError("no such loss")
+        return hvd.size()
+
+    return train(hvd.State(model=model, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_program_that_starts_again_continues_from_its_checkpoint(
+    tmp_path: Path, monkeypatch, named: bool
+) -> None:
+    """By the name of its run, or by its checkpoint_folder alone, as the docs say."""
+    pytest.importorskip("horovod.torch")
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    place = tmp_path / "checkpoints"
+    checkpoints = tmp_path / "home/runs/again/checkpoints" if named else place
+    options: dict[str, Any] = {"checkpoint_every_s": 0.2}
+    options |= {"run_id": "again"} if named else {"checkpoint_folder": str(place)}
+    args = (str(tmp_path / "failed"), str(checkpoints))
+    with pytest.raises(RunError, match="no such loss"):
+        run(train_and_fail_once, *args, sizes=Sizes(1), options=options)
+    (folder,) = list_runs()
+    if not named:
+        with pytest.raises(RunError, match=f"holds checkpoints of run {folder.run_id}: leave run"):
+            run(len, "", sizes=Sizes(1), options={**options, "run_id": "other"})
+    assert run(train_and_fail_once, *args, sizes=Sizes(1), options=options) == 1
+    assert [each.run_id for each in list_runs()] == [folder.run_id]
+    assert any(isinstance(event, Restored) for event in folder.iter_events())
+    if named:
+        with pytest.raises(RunError, match="there is nothing to resume"):
+            run(len, "", sizes=Sizes(1), options=options)
+    elsewhere = {"run_id": folder.run_id, "checkpoint_folder": str(tmp_path / "elsewhere")}
+    with pytest.raises(RunError, match="with that checkpoint_folder alone"):
+        run(len, "", sizes=Sizes(1), options=elsewhere)
+
+
+def test_a_hopeless_run_is_stopped_although_the_disk_is_full_at_first(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(training, "_LOOK_S", 0.01)
+    folder, fails = RunFolder.create("r1", {}, root=tmp_path), [RunError("full"), OSError("full")]
+    sent = threading.Event()
+
+    def send(op: str) -> None:
+        if fails:
+            raise fails.pop()
+        assert op == "stop"
+        sent.set()
+
+    def check() -> None:
+        raise RunError("no more hosts are to come")
+
+    monkeypatch.setattr(folder, "send_request", send)
+    with pytest.raises(RunError, match="no more hosts are to come"):
+        with training._stopped_if_hopeless(folder, check):
+            assert sent.wait(LIMIT_S)
+
+
 def test_a_drained_host_that_dialled_in_is_told_to_end_at_once(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("horovod.torch")
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
@@ -426,6 +507,27 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
 
     with pytest.raises(RunError, match=r": it trains with .* leave elastic=False out$"):
         run(train_elastically)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"on_not_finite": "Skip"}, "on_not_finite 'Skip' is not known; valid: skip, stop"),
+        ({"policy": "Fixed"}, "policy 'Fixed' is not known; valid: fixed, goodput"),
+        ({"policy": "goodput", "objective": "gain"}, "objective 'gain' is not known; valid"),
+        ({"objective": "efficiency"}, "objective is of use with policy goodput only"),
+        ({"policy": "goodput", "deadline_s": 60.0}, "deadline_s belongs to objective cost"),
+        ({"checkpoint_every_s": "often"}, r"Expected `float`, got `str` - at .*every_s"),
+        ({"policy": "goodput", "min_speedup_per_slot": "1"}, r"Expected `float`, got `str`"),
+    ],
+)
+def test_values_of_options_are_checked_before_anything_starts(
+    tmp_path: Path, monkeypatch, options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    with pytest.raises(UsageError, match=said):
+        run(len, "", sizes=Sizes(1), options=options)
+    assert not list_runs()
 
 
 def test_unknown_options_are_refused_with_the_valid_ones():

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.cli.app import main
+from hvd_elastic.engines.kubernetes import engine, manifests
 from hvd_elastic.engines.kubernetes.kubectl import Kubectl
 from hvd_elastic.errors import UsageError
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
 from tests.paths import ROOT
+from tests.unit.records.made_events import whole
 
 SUBMIT = ("k8s", "submit", "--run-id", "r1")
 OF_PODS = ("--pods", "2-4", "--image", "image:1")
@@ -170,6 +175,44 @@ def test_why_no_pod_leads_is_said(kubectl, capsys, spec, status, said) -> None:
     )
     assert call("k8s", "status", "r1") == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_copied_from_a_terminal_passes_no_terminal(kubectl, monkeypatch) -> None:
+    """One in the pod would write each line break as two bytes."""
+    pod = {"metadata": {"name": "leader"}, "status": {"phase": "Running"}}
+    (kubectl / "pods").write_text(json.dumps({"items": [pod]}))
+    (kubectl / "kubectl").write_text(
+        f'#!/bin/sh\necho "$*" >>{kubectl}/words\n'
+        f'case "$*" in *exec*) echo content;; *) cat {kubectl}/pods;; esac\n'
+    )
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert call("k8s", "get", "r1", "best.pt") == 0
+    assert (kubectl / "best.pt").read_text() == "content\n"
+    assert call("k8s", "status", "r1") == 0
+    copy, shown = [line for line in (kubectl / "words").read_text().splitlines() if "exec" in line]
+    assert "--tty" not in copy
+    assert "--tty" in shown
+
+
+@pytest.mark.parametrize("led", ["this job", "another one"])
+def test_a_run_that_has_succeeded_acquires_no_pods_again(
+    tmp_path, capsys, monkeypatch, led: str
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    monkeypatch.setenv(manifests.POD_VARIABLE, "{}")
+    monkeypatch.setattr(engine, "leave_at_sigterm", lambda: None)
+    monkeypatch.setattr("hvd_elastic.engines.kubernetes.api.Api", lambda _: None)
+    own = {"metadata": {"ownerReferences": [{"uid": "this job"}]}}
+    monkeypatch.setattr(engine, "own_pod", lambda _: own)
+    monkeypatch.setattr(engine, "kubernetes_engine", lambda *_: pytest.fail("it acquires pods"))
+    spec = RunSpec(("true",), "/").as_dict()
+    folder = RunFolder.create("r1", {**spec, "job": led})
+    end = whole({"kind": "run_finished", "status": "succeeded"})
+    folder.events.write_text(json.dumps(end) + "\n")
+    assert call("k8s", "lead", "--resume", "r1", "--pods", "2") == 0
+    assert "run r1 has finished: there is nothing to resume" in capsys.readouterr().out
+    assert folder.read_run()["job"] == led
 
 
 def test_no_kubectl_is_said(kubectl, capsys, monkeypatch) -> None:

@@ -71,10 +71,19 @@ def pods_of(cluster: Cluster, said: list[str], start_limit_s: float = 1e9) -> Po
     return Pods(cluster, cluster, pod, start_limit_s, said.append)  # type: ignore[arg-type]
 
 
-def growth_of(cluster: Cluster, said: list[str], least: int, most: int, policy: str) -> Growth:
+def growth_of(
+    cluster: Cluster, said: list[str], least: int, most: int, policy: str, np: int | None = None
+) -> Growth:
     limits = Limits(most, 1, 0.0, 120.0, least=least, most_pending=most)
-    spec = RunSpec(("true",), "/", policy=policy)
+    spec = RunSpec(("true",), "/", policy=policy, np=np)
     return Growth(pods_of(cluster, said), limits, spec, said.append)
+
+
+def test_the_fewest_pods_are_asked_for_although_fewer_processes_are_wanted(cluster, said) -> None:
+    """The run begins with the fewest, and would wait for the others without end."""
+    growth = growth_of(cluster, said, 3, 8, "fixed", np=1)
+    growth.look_at_grants(0.0)
+    assert len(cluster.pods) == 3
 
 
 @pytest.mark.parametrize(("policy", "asked"), [("fixed", 8), ("goodput", 2)])

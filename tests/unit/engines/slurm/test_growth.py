@@ -389,6 +389,27 @@ def test_an_unused_node_is_kept_as_long_as_another_one_takes_to_start(goodput: S
         assert ("node1" in goodput.hosts()) is is_there
 
 
+@pytest.mark.parametrize("end", ["worker_standby", "worker_left", "host_lost", "run_started"])
+def test_a_node_counts_as_unused_only_when_its_workers_are_warm(goodput: Setting, end: str) -> None:
+    goodput.trains_on("node0")
+    goodput.growth.look_at_grants(0.0)
+    goodput.queue.start("1", "node1")
+    goodput.growth.look_at_grants(10.0)
+    goodput.event("worker_started", 20.0, host="node1", local_rank=0)
+    for now in (100.0, 500.0):
+        goodput.growth.look_at_grants(now)
+        assert goodput.hosts() == ("node0", "node1")
+        assert not goodput.queue.pending  # no further one before it is used
+    worker = {"host": "node1", "local_rank": 0}
+    fields = {"host_lost": {"host": "node1"}, "run_started": {}}.get(end, worker)
+    goodput.event(end, 501.0, **fields)
+    goodput.event("agent_started", 502.0, host="node1", seconds=0.1)
+    goodput.growth.look_at_grants(595.0)
+    assert goodput.hosts() == ("node0", "node1")
+    goodput.growth.look_at_grants(602.0)
+    assert goodput.hosts() == ("node0",)
+
+
 def test_a_node_that_the_policy_leaves_unused_is_given_back(goodput: Setting) -> None:
     goodput.trains_on("node0")
     goodput.growth.look_at_grants(0.0)
