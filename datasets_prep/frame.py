@@ -27,11 +27,13 @@ from datasets_prep.resuming import (
     SIZES,
     SKIPPED,
     Done,
+    base_name,
     done_before,
     note,
     remove_made,
     skipped_before,
     whole_of,
+    written_names,
 )
 from hvd_elastic.data.example import as_bytes, readable
 from hvd_elastic.data.files import file_size, sha256_of, sole_writer
@@ -253,7 +255,7 @@ def prepare(
             missing = [number for number in range(len(paths)) if number not in done]
             left = sum(bounds[number + 1] - bounds[number] for number in missing)
             tasks = _tasks(paths, sources, bounds, missing)
-            with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
+            with progress_bar(f"{base_name(folder)}: preparing", max(1, left)) as advance:
                 for number, result in in_processes(work, tasks, settings.processes):
                     note(journal, {"number": number, **result._asdict()})
                     done[number] = result
@@ -273,8 +275,9 @@ def prepare(
             made_from[COUNTS] = dict(counts)
         index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)
         index.save(folder)
-        for path in (folder / JOURNAL, *folder.glob(".*.part")):  # the latter of calls before
-            path.unlink()
+        begun = [name for name in written_names(folder) if name[0] == "."]  # by calls before
+        for name in (JOURNAL, *begun):
+            (folder / name).unlink()
     return _found(folder, index, there, skipped, counts)
 
 
@@ -351,10 +354,10 @@ def _bounds(sources: Sequence[AnySource], settings: Settings) -> list[int]:
 
 def _paths(folder: Path, count: int, settings: Settings) -> list[Path]:
     """Return the path of each shard."""
-    name = f"{folder.name}-%06d.tar"
+    base = base_name(folder)
     if settings.layout == "tfrecord":
-        name = f"{folder.name}.tfrecord-%05d-of-{count:05d}"
-    return [folder / (name % number) for number in range(count)]
+        return [folder / f"{base}.tfrecord-{n:05d}-of-{count:05d}" for n in range(count)]
+    return [folder / f"{base}-{n:06d}.tar" for n in range(count)]
 
 
 def _tasks(

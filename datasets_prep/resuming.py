@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,18 @@ class Done(NamedTuple):
     counts: Mapping[str, int] = {}
 
 
+def base_name(folder: Path) -> str:
+    """Return the name with which shards of a folder begin: its own, also of ``.`` and ``..``."""
+    return Path(os.path.abspath(folder)).name  # noqa: PTH100  a link keeps its name
+
+
+def written_names(folder: Path) -> list[str]:
+    """Return the names of the shards in a folder, whole or begun, and of their tables."""
+    shard = rf"{re.escape(base_name(folder))}(-\d{{6,}}\.tar|\.tfrecord-\d{{5,}}-of-\d{{5,}})"
+    ours = re.compile(rf"{shard}(\.npy)?|\.{shard}\.part")
+    return [path.name for path in folder.iterdir() if ours.fullmatch(path.name)]
+
+
 def remove_made(folder: Path) -> None:
     """Remove what an earlier call has written to a folder, and nothing else.
 
@@ -51,7 +63,7 @@ def remove_made(folder: Path) -> None:
             )
         names += [shard.name for shard in index.shards]
     elif (folder / JOURNAL).exists():
-        names += [path.name for path in folder.glob(f"{glob.escape(folder.name)}[-.]*")]
+        names += written_names(folder)
     for name in (*names, INDEX):  # the index last, for a call that is killed here
         table_path(folder / name).unlink(missing_ok=True)
         (folder / name).unlink(missing_ok=True)
@@ -113,7 +125,7 @@ def whole_of(folder: Path, done: dict[int, Done], processes: int) -> dict[int, D
     """Return those of the shards whose content is what was written (SHA-256)."""
     shards = [(number, Shard(**each.shard)) for number, each in done.items()]
     whole = {}
-    with progress_bar(f"{folder.name}: comparing what is there", max(1, len(shards))) as advance:
+    with progress_bar(f"{base_name(folder)}: comparing what is there", max(1, len(shards))) as advance:
         for number in in_processes(partial(_whole, folder), shards, processes):
             advance(1)
             if number is not None:

@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         )
     tokenizer: Path | None = given.tokenizer
     if given.vocabulary is not None:
-        tokenizer = given.out.with_name(given.out.name + f".{TOKENIZER}")
+        tokenizer = Path(f"{os.path.abspath(given.out)}.{TOKENIZER}")  # noqa: PTH100
         if given.again or not tokenizer.exists():
             train_tokenizer(pieces, given.vocabulary, tokenizer)
     convert = ToTokens(given.length)

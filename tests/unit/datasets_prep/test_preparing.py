@@ -499,6 +499,33 @@ def test_other_folders_settings_and_sources_are_refused(
     assert call(monkeypatch, image_folder, "--source", birds, "--out", half) == 0
 
 
+@pytest.mark.parametrize("layout", ["tar", "tfrecord"])
+def test_the_folder_of_the_call_keeps_the_hidden_files_of_others(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    out = tmp_path / "here"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    mine = {".env", ".profile", ".film.tar.part", "-notes", "here-notes.tar"}
+    for name in mine - {"-notes", "here-notes.tar"}:
+        (out / name).write_text("mine")
+    words = ["--source", birds, "--out", ".", "--per-shard", 5, "--format", layout]
+    assert call(monkeypatch, image_folder, *words) == 0
+    names = {shard.name for shard in load_index(out).shards}
+    assert all(name.startswith("here") for name in names)
+    (out / "index.json").unlink()  # as a call leaves it that is killed before the end
+    for name in mine:
+        (out / name).write_text("mine")
+    (out / ".prepared.jsonl").touch()
+    (out / f".{min(names)}.part").touch()
+    assert call(monkeypatch, image_folder, *words, "--again") == 1  # -notes is somebody else's
+    assert {path.name for path in out.iterdir()} == mine
+    for name in ("-notes", "here-notes.tar"):
+        (out / name).unlink()
+    assert call(monkeypatch, image_folder, *words, "--again") == 0
+    assert mine - {"-notes", "here-notes.tar"} < {path.name for path in out.iterdir()}
+
+
 def test_sources_and_classes_that_cannot_be_used_are_explained(
     birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
