@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,9 +212,10 @@ def prepare(
     on_host = settings.on_host
     if settings.hostfile is not None and on_host is None:
         if settings.again:
+            remove = ("runclust", str(settings.hostfile), "rm", "-r", str(folder.absolute()))
             raise DataError(
                 "--again does not go with --hostfile; remove the folder on the hosts: "
-                f"runclust {settings.hostfile} rm -r {folder}"
+                f"{shlex.join(remove)}"
             )
         names = [path.name for path in paths]
         return prepare_on_hosts(settings.hostfile, folder, names, made_from["sources_sha256"])

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -524,6 +525,16 @@ def test_the_folder_of_the_call_keeps_the_hidden_files_of_others(
         (out / name).unlink()
     assert call(monkeypatch, image_folder, *words, "--again") == 0
     assert mine - {"-notes", "here-notes.tar"} < {path.name for path in out.iterdir()}
+
+
+def test_the_command_that_removes_folders_on_hosts_names_only_those(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # runclust runs in the home folder
+    words = ["--source", birds, "--out", "my birds", "--hostfile", "my hosts", "--again"]
+    assert call(monkeypatch, image_folder, *words) == 1
+    command = capsys.readouterr().err.partition("on the hosts: ")[2]
+    assert shlex.split(command) == ["runclust", "my hosts", "rm", "-r", str(tmp_path / "my birds")]
 
 
 def test_sources_and_classes_that_cannot_be_used_are_explained(
