@@ -47,6 +47,7 @@ from hvd_elastic.data.index import (
     load_index,
     make_table,
     save_table,
+    table_path,
 )
 from hvd_elastic.data.processes import in_processes
 from hvd_elastic.data.writer import ShardWriter
@@ -231,7 +232,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     with sole_writer(folder, waits=on_host is not None):
         if settings.again:
-            remove_made(folder)
+            remove_made(folder, made_from)
         done = done_before(folder, made_from, shards_too=on_host is not None)
         if done is None:
             index = load_index(folder)
@@ -277,8 +278,8 @@ def prepare(
             made_from[COUNTS] = dict(counts)
         index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)
         index.save(folder)
-        begun = [name for name in written_names(folder) if name[0] == "."]  # by calls before
-        for name in (JOURNAL, *begun):
+        kept = {name for path in paths for name in (path.name, table_path(path).name)}
+        for name in (JOURNAL, *({*written_names(folder)} - kept)):  # the latter of calls before
             (folder / name).unlink()
     return _found(folder, index, there, skipped, counts)
 

@@ -15,6 +15,7 @@ from hvd_elastic.data.files import sha256_of
 from hvd_elastic.data.index import INDEX, Shard, load_index, require_size, table_path
 from hvd_elastic.data.processes import in_processes
 from hvd_elastic.errors import DataError
+from hvd_elastic.replaced_files import write_whole
 
 JOURNAL, SKIPPED = ".prepared.jsonl", "skipped.txt"
 SIZES, COUNTS = "sizes_sha256", "counts"  # in what data were made from
@@ -48,23 +49,27 @@ def written_names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if ours.fullmatch(path.name)]
 
 
-def remove_made(folder: Path) -> None:
+def remove_made(folder: Path, made_from: dict[str, Any]) -> None:
     """Remove what an earlier call has written to a folder, and nothing else.
+
+    A call with the new settings, ``made_from``, goes on from the journal if this one is killed.
 
     Raises:
         DataError: the folder was not made by such a call.
     """
-    names = [SKIPPED, JOURNAL]
     if (folder / INDEX).exists():
         index = load_index(folder, outdated=True)
         if "sources_sha256" not in index.made_from:
             raise DataError(
                 f"{folder} holds shards that were indexed, not made; remove it yourself"
             )
-        names += [shard.name for shard in index.shards]
+        names = [shard.name for shard in index.shards]
     elif (folder / JOURNAL).exists():
-        names += written_names(folder)
-    for name in (*names, INDEX):  # the index last, for a call that is killed here
+        names = written_names(folder)
+    else:
+        return
+    write_whole(folder / JOURNAL, json.dumps(made_from) + "\n", synced=True)
+    for name in (INDEX, SKIPPED, *names, JOURNAL):
         table_path(folder / name).unlink(missing_ok=True)
         (folder / name).unlink(missing_ok=True)
 

@@ -537,6 +537,30 @@ def test_the_command_that_removes_folders_on_hosts_names_only_those(
     assert shlex.split(command) == ["runclust", "my hosts", "rm", "-r", str(tmp_path / "my birds")]
 
 
+def test_a_call_that_is_interrupted_while_it_removes_shards_goes_on(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--source", birds, "--out", out]
+    assert call(monkeypatch, image_folder, *words, "--per-shard", 1) == 0
+    unlink = Path.unlink
+
+    def interrupt(path: Path, *, missing_ok: bool = False) -> None:
+        if path.name.endswith("7.tar"):
+            raise KeyboardInterrupt
+        unlink(path, missing_ok=missing_ok)
+
+    words += ["--per-shard", 5]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", interrupt)
+        assert call(patched, image_folder, *words, "--again") == 130
+    assert "the same call without --again goes on where this one" in capsys.readouterr().err
+    assert len([*out.glob("*.tar")]) in range(1, 12)
+    assert call(monkeypatch, image_folder, *words) == 0
+    assert sum(shard.examples for shard in verify(out).shards) == 12
+    assert len([*out.glob("*.tar*")]) == 2 * 3, "those of the earlier call are removed"
+
+
 def test_sources_and_classes_that_cannot_be_used_are_explained(
     birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
