@@ -242,8 +242,9 @@ def prepare(
                     "changed, make it anew with --again",
                     file=sys.stderr,
                 )
-            counts = index.made_from.get(COUNTS, {})
-            return _found(folder, index, len(index.shards), skipped_before(folder), counts)
+            counts, skipped = index.made_from.get(COUNTS, {}), skipped_before(folder)
+            _require_none(folder, settings, skipped)
+            return _found(folder, index, len(index.shards), skipped, counts)
         with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
             if journal.tell() == 0:
                 note(journal, made_from)
@@ -265,6 +266,7 @@ def prepare(
                     advance(result.sources)
         shards = [msgspec.convert(done[number].shard, Shard) for number in range(len(paths))]
         skipped = [_one_line(line) for number in range(len(paths)) for line in done[number].skipped]
+        _require_none(folder, settings, skipped)
         counts = Counter[str]()
         for each in done.values():
             counts.update(each.counts)
@@ -282,6 +284,15 @@ def prepare(
         for name in (JOURNAL, *({*written_names(folder)} - kept)):  # the latter of calls before
             (folder / name).unlink()
     return _found(folder, index, there, skipped, counts)
+
+
+def _require_none(folder: Path, settings: Settings, skipped: Sequence[str]) -> None:
+    """Raise DataError with ``strict`` if an earlier call has skipped something."""
+    if settings.strict and skipped:
+        raise DataError(
+            f"{skipped[0]}; an earlier call without --strict has skipped it: repair it, and make "
+            f"{folder} anew with --again"
+        )
 
 
 def _write_listed(

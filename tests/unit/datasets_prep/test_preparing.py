@@ -30,6 +30,7 @@ from PIL import Image
 from benchmarks.testbed.file_server import CUT, FileServer
 from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
+from hvd_elastic.data.index import Index
 from hvd_elastic.errors import DataError
 from tests.paths import LIMIT_S
 from tests.small_disk import mounted
@@ -128,6 +129,10 @@ def test_a_picture_is_made_smaller_and_never_larger() -> None:
         assert pictures.ToJpeg(resize, 50)(data) == [(data,)], "kept as it is"
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
     birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +166,14 @@ def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
     said = capsys.readouterr().out
     assert "12 examples in 1 shards" in said
     assert "7 skipped" in said
+    assert call(monkeypatch, image_folder, *words, "--strict") == 1
+    assert "an earlier call without --strict has skipped it" in capsys.readouterr().err
+    half = ["--source", birds, "--out", tmp_path / "half"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "save", interrupt)
+        assert call(patched, image_folder, *half) == 130
+    assert call(monkeypatch, image_folder, *half, "--strict") == 1
+    assert "an earlier call without --strict has skipped it" in capsys.readouterr().err
     words = ["--source", birds, "--out", tmp_path / "strict", "--strict"]
     assert call(monkeypatch, image_folder, *words) == 1
     error = capsys.readouterr().err
@@ -545,14 +558,14 @@ def test_a_call_that_is_interrupted_while_it_removes_shards_goes_on(
     assert call(monkeypatch, image_folder, *words, "--per-shard", 1) == 0
     unlink = Path.unlink
 
-    def interrupt(path: Path, *, missing_ok: bool = False) -> None:
+    def unlink_some(path: Path, *, missing_ok: bool = False) -> None:
         if path.name.endswith("7.tar"):
             raise KeyboardInterrupt
         unlink(path, missing_ok=missing_ok)
 
     words += ["--per-shard", 5]
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", interrupt)
+        patched.setattr(Path, "unlink", unlink_some)
         assert call(patched, image_folder, *words, "--again") == 130
     assert "the same call without --again goes on where this one" in capsys.readouterr().err
     assert len([*out.glob("*.tar")]) in range(1, 12)
