@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from datasets_prep.common import is_of_storage
 from datasets_prep.packed import BROKEN, CHUNK_BYTES, PACKED, opened, unpacked_size
 from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
@@ -94,6 +95,8 @@ class Piece(NamedTuple):
             try:
                 yield from read_part(part)
             except (DataError, OSError) as error:
+                if is_of_storage(error):
+                    raise
                 why = getattr(error, "strerror", None) or error
                 yield Document("", damage=f"{part.name}: {why}")
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from datasets_prep.common import progress_bar
+from datasets_prep.common import is_of_storage, progress_bar
 from datasets_prep.on_hosts import OnHost, prepare_on_hosts
 from datasets_prep.resuming import (
     COUNTS,
@@ -426,7 +426,14 @@ def _one_line(text: str) -> str:
 
 
 def _reason(source: AnySource, error: Exception) -> str:
-    return f"{source.name}: {getattr(error, 'strerror', None) or error}"
+    """Return the line for a damaged source; raises DataError if not the source is at fault."""
+    reason = f"{source.name}: {getattr(error, 'strerror', None) or error}"
+    if is_of_storage(error):
+        raise DataError(
+            f"{reason}; that is no damage of the file, so it is not skipped: the same call, "
+            "without --again, goes on where this one stopped"
+        ) from error
+    return reason
 
 
 def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tuple[int, Done]:

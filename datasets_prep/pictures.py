@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+from datasets_prep.common import is_of_storage
 from datasets_prep.frame import Source
 from hvd_elastic.data.decoding import explained, open_picture, orientation, to_rgb, turned
 from hvd_elastic.errors import DataError
@@ -176,7 +177,10 @@ class Files(Sequence[Source]):
             self._labels.append(label)
             try:
                 found = entry.stat()
-            except OSError:  # a link that leads nowhere
+            except OSError as error:
+                if is_of_storage(error):
+                    raise
+                # A link that leads nowhere.
                 self._sizes.append(-1)
                 continue
             self._sizes.append(found.st_size)

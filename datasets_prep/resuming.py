@@ -130,7 +130,9 @@ def whole_of(folder: Path, done: dict[int, Done], processes: int) -> dict[int, D
     """Return those of the shards whose content is what was written (SHA-256)."""
     shards = [(number, Shard(**each.shard)) for number, each in done.items()]
     whole = {}
-    with progress_bar(f"{base_name(folder)}: comparing what is there", max(1, len(shards))) as advance:
+    with progress_bar(
+        f"{base_name(folder)}: comparing what is there", max(1, len(shards))
+    ) as advance:
         for number in in_processes(partial(_whole, folder), shards, processes):
             advance(1)
             if number is not None:

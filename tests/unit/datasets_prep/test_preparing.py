@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import gzip
@@ -28,7 +29,7 @@ pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
 from benchmarks.testbed.file_server import CUT, FileServer
-from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures
+from datasets_prep import archives, cifar10, frame, image_folder, imagenet, index_shards, pictures
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.data.index import Index
 from hvd_elastic.errors import DataError
@@ -179,6 +180,29 @@ def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
     error = capsys.readouterr().err
     assert any(f"error: {line.split(': ')[0]}" in error for line in expected)
     assert not (tmp_path / "strict" / "index.json").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE])
+def test_a_storage_that_fails_for_a_while_costs_no_picture(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:  # fmt: skip
+    out, read = tmp_path / "out", frame.Source.read
+
+    def fail(source: frame.Source) -> bytes:
+        if source.name == "owl/owl3.jpg":
+            raise OSError(number, os.strerror(number), source.path)
+        return read(source)
+
+    words = ["--source", birds, "--out", out, "--per-shard", 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(frame.Source, "read", fail)
+        assert call(patched, image_folder, *words) == 1
+    error = capsys.readouterr().err
+    assert f"error: owl/owl3.jpg: {os.strerror(number)}; that is no damage of the file" in error
+    assert call(monkeypatch, image_folder, *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)[0]
+    assert (found["examples"], found["skipped"]) == (12, [])
 
 
 # -- what is written

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +137,27 @@ no
     assert read.endswith("a line of text\ncaf\ufffd")
     assert call(monkeypatch, *words, "--strict", "--again") == 1
     assert "error: byte.txt: 1 characters" in capsys.readouterr().err
+
+
+def test_a_storage_that_fails_for_a_while_costs_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "books", tmp_path / "out"
+    for name in ("a.txt", "b.txt"):
+        write(source / name, b"a line of text\n" * 9)
+
+    def fail(path: str) -> Any:
+        if path.endswith("b.txt"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return Path(path).open("rb")
+
+    words = ["--source", source, "--out", out, "--length", 8]
+    with monkeypatch.context() as patched:
+        patched.setattr(documents, "opened", fail)
+        assert call(patched, *words) == 1
+    assert f"{os.strerror(errno.ESTALE)}; that is no damage" in capsys.readouterr().err
+    assert call(monkeypatch, *words) == 0
+    assert not (out / "skipped.txt").exists()
 
 
 def test_shards_have_a_size_of_text(
