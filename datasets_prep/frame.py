@@ -202,7 +202,7 @@ def prepare(
         "version": _VERSION,
         "layout": settings.layout,
         "sources": len(sources),
-        **_digests(sources),
+        **digests(sources),
     }
     if settings.sources_per_shard:
         made_from["sources_per_shard"] = settings.sources_per_shard
@@ -313,7 +313,7 @@ def _write_listed(
         paths[number].replace(Path(on_host.out) / paths[number].name)
 
 
-def _digests(sources: Sequence[AnySource]) -> dict[str, str]:
+def digests(sources: Sequence[AnySource]) -> dict[str, str]:
     """Return the SHA-256 of the names of sources, and of their files' sizes."""
     names, sizes = hashlib.sha256(), hashlib.sha256()
     for source in sources:

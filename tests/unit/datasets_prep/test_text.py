@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,3 +206,29 @@ def test_a_tokenizer_is_trained_on_the_text(
     words += ["--out", tmp_path / "other", "--tokenizer", path, "--separator"]
     assert call(monkeypatch, *words, "<end>") == 1
     assert "has no token <end>; name the one that ends a document" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_size_or_text_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    source, out = tmp_path / "texts", tmp_path / "out"
+    write(source / "a.txt", b"the cat and the hat and the bat\n" * 50)
+    words = ["--source", source, "--length", 4, "--out", out, "--vocabulary"]
+    path = tmp_path / "out.tokenizer.json"
+    assert call(monkeypatch, *words, 262) == 0
+    before = path.read_bytes()
+    assert call(monkeypatch, *words, 262) == 0
+    assert call(monkeypatch, *words, 266) == 1
+    assert f"{path} was trained from 262 tokens, by an earlier call" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert call(monkeypatch, *words, 266, "--again") == 0
+    assert tokenizers.Tokenizer.from_file(str(path)).get_vocab_size() == 266
+    assert load_index(out).made_from["vocabulary"] == 266
+    shutil.rmtree(out)
+    write(source / "a.txt", b"one day in the park\n" * 50)
+    assert call(monkeypatch, *words, 266) == 1
+    assert "was trained from another text" in capsys.readouterr().err
+    path.with_name("out.tokenizer.made_from.json").unlink()
+    assert call(monkeypatch, *words, 266) == 1
+    assert "was trained from an unknown text" in capsys.readouterr().err
