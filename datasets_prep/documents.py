@@ -100,6 +100,10 @@ class Piece(NamedTuple):
                 why = getattr(error, "strerror", None) or error
                 yield Document("", damage=f"{part.name}: {why}")
 
+    def damage(self) -> list[str]:
+        """Return what of it cannot be read."""
+        return [document.damage for document in self.read() if document.damage]
+
 
 class Pieces(Sequence[Piece]):
     """Pieces of all texts of a folder, in order; a file takes some 50 bytes.

@@ -7,6 +7,7 @@ bytes of one into the values of its examples; :func:`prepare` does the rest.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 import sys
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from datasets_prep.common import is_of_storage, progress_bar
-from datasets_prep.on_hosts import OnHost, prepare_on_hosts
+from datasets_prep.on_hosts import BEGIN, OnHost, prepare_on_hosts
 from datasets_prep.resuming import (
     COUNTS,
     JOURNAL,
@@ -111,6 +112,10 @@ class Source(NamedTuple):
             raise DataError(f"{self.path} ends before it: cut off, or changed meanwhile")
         return data
 
+    def damage(self) -> list[str]:
+        """Return nothing: what it gives an example of is whole."""
+        return []
+
 
 class AnySource(Protocol):
     """What is asked of a source; see :class:`Source`."""
@@ -127,6 +132,9 @@ class AnySource(Protocol):
     def identity(self) -> str: ...
     def read(self) -> Any:
         """Return what the function of the script converts."""
+
+    def damage(self) -> list[str]:
+        """Return a line for each part that cannot be read, of a source that gives examples."""
 
 
 @dataclass(frozen=True)
@@ -219,13 +227,14 @@ def prepare(
                 f"{shlex.join(remove)}"
             )
         names = [path.name for path in paths]
-        return prepare_on_hosts(settings.hostfile, folder, names, made_from["sources_sha256"])
+        return prepare_on_hosts(settings.hostfile, folder, names, digest_of(made_from))
     if on_host is not None and on_host.folder != str(folder.absolute()):
         return {}  # the other splits of the data set
-    if on_host is not None and on_host.digest != made_from["sources_sha256"]:
+    if on_host is not None and on_host.digest != digest_of(made_from):
         raise DataError(
-            f"the source of {folder} has other files on this host than where the call was made; "
-            "all hosts need the same source"
+            f"{folder} would be another one on this host than where the call was made: the source "
+            "has other files, or files of other sizes, or the tokenizer or the release is another "
+            "one; all hosts need the same"
         )
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name a folder")
@@ -233,7 +242,8 @@ def prepare(
     with sole_writer(folder, waits=on_host is not None):
         if settings.again:
             remove_made(folder, made_from)
-        done = done_before(folder, made_from, shards_too=on_host is not None)
+        gets_shards = on_host is not None and on_host.names != BEGIN
+        done = done_before(folder, made_from, shards_too=gets_shards)
         if done is None:
             index = load_index(folder)
             if newest > (folder / INDEX).stat().st_mtime:
@@ -248,6 +258,8 @@ def prepare(
         with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
             if journal.tell() == 0:
                 note(journal, made_from)
+            if on_host is not None and on_host.names == BEGIN:
+                return {}
             write = partial(_write_shard, settings, fields)
             if on_host is not None and on_host.names:
                 tasks_of = partial(_tasks, paths, sources, bounds)
@@ -311,6 +323,11 @@ def _write_listed(
     # Not one by one, so that a call that is killed leaves all it has done for the next.
     for number in wanted:
         paths[number].replace(Path(on_host.out) / paths[number].name)
+
+
+def digest_of(made_from: dict[str, Any]) -> str:
+    """Return the SHA-256 of all that data depend on."""
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
 
 def digests(sources: Sequence[AnySource]) -> dict[str, str]:
@@ -393,19 +410,22 @@ def _read_shard(settings: Settings, task: _Task) -> tuple[int, Done]:
     if examples:
         save_table(task.path, make_table(examples, fields_of(examples)))
     found = {int(example.key[:_PLACE_DIGITS]) for example in examples}
-    skipped = []
+    skipped: list[str] = []
     for place, source in enumerate(task.sources, task.first):
-        if place not in found:
-            try:
-                lacking = len(_converted(settings, source).examples)
-            except (DataError, OSError) as error:
-                skipped.append(_reason(source, error))
+        try:
+            if place in found:
+                skipped += source.damage()
                 continue
-            if lacking:  # the host that wrote it could not read the source for a while
-                raise DataError(
-                    f"{task.path} lacks {source.name}, which is not damaged; remove that shard on "
-                    "all hosts and call again"
-                )
+            lacking, damaged, _ = _converted(settings, source)
+        except (DataError, OSError) as error:
+            skipped.append(_reason(source, error))
+            continue
+        if lacking:  # the host that wrote it could not read the source for a while
+            raise DataError(
+                f"{task.path} lacks {source.name}, which is not damaged; remove that shard on "
+                "all hosts and call again"
+            )
+        skipped += damaged
     size = task.path.stat().st_size
     shard = Shard(task.path.name, len(examples), size, sha256_of(task.path))
     return task.number, Done(_as_dict(shard), len(task.sources), skipped)

@@ -110,7 +110,8 @@ def done_before(
                 f"{folder} holds other files ({other[0]}); name a new or empty folder"
             ) from None
         return {}
-    if len(lines) < 2:  # killed while it wrote the first line
+    # Killed while it wrote the first line, or before it wrote a shard.
+    if len(lines) < 2 or (len(lines) == 2 and not written_names(folder)):
         (folder / JOURNAL).unlink()
         return {}
     # Killed while it wrote the last line; the next one must not be appended to that.

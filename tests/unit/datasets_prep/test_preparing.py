@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,9 +185,12 @@ def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE])
 def test_a_storage_that_fails_for_a_while_costs_no_picture(
-    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    birds: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     number: int,
-) -> None:  # fmt: skip
+) -> None:
     out, read = tmp_path / "out", frame.Source.read
 
     def fail(source: frame.Source) -> bytes:
@@ -526,12 +530,12 @@ def test_other_folders_settings_and_sources_are_refused(
     assert index.read_text() == '{"shards": [], "version": 2}'
     half = tmp_path / "half"
     half.mkdir()
+    (half / "half-000000.tar").touch()
     (half / ".prepared.jsonl").write_text('{"version": 0}\n')
     assert "half was made from" in refused("--source", birds, "--out", half)
     (half / ".prepared.jsonl").write_text("[1]\n")
     assert "is damaged; remove" in refused("--source", birds, "--out", half)
     (half / "diary").touch()
-    (half / "half-000000.tar").touch()
     assert call(monkeypatch, image_folder, "--source", birds, "--out", half, "--again") == 1
     (half / "diary").unlink()
     assert call(monkeypatch, image_folder, "--source", birds, "--out", half) == 0
@@ -752,9 +756,9 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
 ) -> None:
     out, owl = tmp_path / "out", birds / "owl" / "owl0.jpg"
     whole = owl.read_bytes()
-    owl.write_bytes(b"")
+    owl.write_bytes(bytes(len(whole)))
     assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
-    digest = load_index(out).made_from["sources_sha256"]
+    digest = frame.digest_of(load_index(out).made_from)
     for name in ("index.json", "skipped.txt"):
         (out / name).unlink()
     owl.write_bytes(whole)
@@ -763,12 +767,43 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     assert "lacks owl/owl0.jpg, which is not damaged; remove that shard" in error
     (birds / "owl" / "more.jpg").write_bytes(whole)
     assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
-    assert "has other files on this host than where the call was made" in capsys.readouterr().err
+    assert "would be another one on this host than where the call" in capsys.readouterr().err
     (birds / "owl" / "more.jpg").unlink()
-    owl.write_bytes(b"")
+    owl.write_bytes(bytes(len(whole)))
     (out / ".prepared.jsonl").unlink()
     assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 0
-    assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
+    assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: no picture that Pillow knows\n"
+
+
+def test_a_host_refuses_to_mix_shards_that_were_made_from_something_else(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, owl, digests = tmp_path / "out", birds / "owl" / "owl0.jpg", []
+    for resize in (0, 20):
+        made = tmp_path / f"{resize}" / "out"
+        words = ("--source", birds, "--out", made, "--resize", resize)
+        assert call(monkeypatch, image_folder, *words) == 0
+        digests.append(frame.digest_of(load_index(made).made_from))
+    begin = [(*on_host(birds, out, digest, "begin"), "--resize", 0) for digest in digests]
+    capsys.readouterr()
+    whole = owl.read_bytes()
+    owl.write_bytes(whole + b"of another edition")
+    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert "or files of other sizes" in capsys.readouterr().err
+    owl.write_bytes(whole)
+    assert call(monkeypatch, image_folder, *begin[1]) == 1
+    assert "would be another one on this host" in capsys.readouterr().err
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 0, "nothing is there yet"
+    assert call(monkeypatch, image_folder, *begin[0]) == 0
+    shutil.copy(tmp_path / "0" / "out" / "out-000000.tar", out)  # as a host receives it
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    assert "was made from resize 0 instead of 20" in capsys.readouterr().err
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digests[0])) == 0
+    assert load_index(out) == load_index(tmp_path / "0" / "out")
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    (out / "index.json").unlink()  # nobody knows any more what these shards were made from
+    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert "holds other files" in capsys.readouterr().err
 
 
 def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
@@ -781,7 +816,7 @@ def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
     names = tmp_path / "names"
     names.write_text("".join(f"{shard.name}\n" for shard in index.shards))
     sent.mkdir()
-    given = ("--out", out, "--on-host", out, index.made_from["sources_sha256"], names, sent)
+    given = ("--out", out, "--on-host", out, frame.digest_of(index.made_from), names, sent)
     command = [sys.executable, image_folder.__file__, "--processes", 2, *words, *given]
     with held(birds / "tit" / "tit5.jpg"):
         process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datasets_prep import documents, text
+from datasets_prep import documents, frame, text
 from hvd_elastic.data import ShardDataset, load_index
 
 
@@ -159,6 +159,25 @@ def test_a_storage_that_fails_for_a_while_costs_no_text(
     assert f"{os.strerror(errno.ESTALE)}; that is no damage" in capsys.readouterr().err
     assert call(monkeypatch, *words) == 0
     assert not (out / "skipped.txt").exists()
+
+
+def test_damaged_text_is_named_where_hosts_have_shared_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "books", tmp_path / "out"
+    write(source / "byte.txt", 30 * b"a line of text\n" + b"caf\xe9\n")
+    write(source / "wide.txt", "wide".encode("utf-16"))
+    words = ["--source", source, "--out", out, "--length", 16]
+    assert call(monkeypatch, *words) == 0
+    made_from = load_index(out).made_from
+    del made_from["counts"]
+    skipped = (out / "skipped.txt").read_text()
+    assert [line.partition(":")[0] for line in skipped.splitlines()] == ["byte.txt", "wide.txt"]
+    for name in ("index.json", "skipped.txt"):
+        (out / name).unlink()
+    on_host = ["--on-host", out, frame.digest_of(made_from)]
+    assert call(monkeypatch, *words, *on_host) == 0
+    assert (out / "skipped.txt").read_text() == skipped
 
 
 def test_shards_have_a_size_of_text(
