@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import sys
 import tarfile
@@ -38,9 +39,10 @@ def download(url: str, path: Path, published: str) -> None:
     """Get an archive unless it is there; it appears under its name when its MD5 is right.
 
     Raises:
-        DataError: it cannot be read or written, or has another MD5.
+        DataError: it cannot be read or written, or has another MD5, also if it is there.
     """
     if path.exists():
+        require_md5(path, published)
         return
     part = path.with_name(f".{path.name}.part")
     place = urlsplit(url)
@@ -51,6 +53,21 @@ def download(url: str, path: Path, published: str) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def opened_gzip(path: Path) -> Iterator[tarfile.TarFile]:
+    """Open a tar archive that gzip has packed. At the end the rest is read: a checksum lies there.
+
+    Raises:
+        TarError, or one of ``packed.BROKEN``: it is damaged.
+    """
+    file_size(path)
+    with gzip.open(path) as stream:
+        with tarfile.open(fileobj=stream, mode="r:") as file:
+            yield file
+        while stream.read(_BLOCK):
+            pass
 
 
 class Member(NamedTuple):

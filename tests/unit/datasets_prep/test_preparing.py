@@ -343,6 +343,7 @@ def test_imagenet_is_read_straight_from_its_archives(
         (imagenet.VAL, lambda data: data[: len(data) // 2], "is cut off|holds 2 pictures"),
         (imagenet.TRAIN, lambda data: data[:9000], "cut off"),
         (imagenet.DEVKIT, lambda _: b"", "is not the published archive"),
+        (imagenet.DEVKIT, lambda data: _with_another_byte(data, -8), "CRC check failed"),
         (imagenet.DEVKIT, None, "lacks ILSVRC2012_devkit_t12.tar.gz"),
     ):
         data = (source / name).read_bytes()
@@ -354,6 +355,12 @@ def test_imagenet_is_read_straight_from_its_archives(
         error = capsys.readouterr().err
         assert any(each in error for each in said.split("|")), error
         (source / name).write_bytes(data)
+
+
+def _with_another_byte(data: bytes, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 0xFF
+    return bytes(changed)
 
 
 def test_cifar10_is_read_from_its_archive(
@@ -394,6 +401,14 @@ def test_cifar10_is_read_from_its_archive(
     assert train.classes == tuple(classes)
     assert len(ShardDataset(out / "val")) == 4
     assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
+    there.write_bytes(_with_another_byte(there.read_bytes(), -8))  # its own checksum lies there
+    assert call(monkeypatch, cifar10, *get) == 1
+    assert f"the published file {md5}" in capsys.readouterr().err
+    assert call(monkeypatch, cifar10, "--archive", there, "--out", out) == 1
+    assert f"{there} is damaged, or is not CIFAR-10's binary" in capsys.readouterr().err
+    there.write_bytes(_with_another_byte(archive.read_bytes(), 5000))
+    assert call(monkeypatch, cifar10, "--archive", there, "--out", out) == 1
+    assert f"{there} is damaged, or is not CIFAR-10's binary" in capsys.readouterr().err
     archive.write_bytes(gzip.compress(b"other"))
     assert call(monkeypatch, cifar10, "--archive", archive, "--out", out) == 1
     assert "is not CIFAR-10's binary archive" in capsys.readouterr().err
