@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from hvd_elastic.data.files import file_size
 from hvd_elastic.data.remote import RemoteFolder
-from hvd_elastic.data.tar import linked
+from hvd_elastic.data.tar import linked, require_end
 from hvd_elastic.errors import DataError
 
 _BLOCK = 1 << 20
@@ -84,7 +84,7 @@ def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
     Symbolic links are left out and named, for which ``where`` is the archive's name.
 
     Raises:
-        DataError: a hard link leads nowhere.
+        DataError: a hard link leads nowhere, or the archive is cut off or damaged.
     """
     before: dict[str, Member] = {}
     symbolic = []
@@ -99,6 +99,8 @@ def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
             continue
         before[found.name] = found
         yield found
+    assert file.fileobj is not None, "it is open"
+    require_end(file.fileobj, file.offset, where, "an archive")
     if symbolic:
         print(
             f"{where}: {len(symbolic)} symbolic links are left out: {', '.join(symbolic[:5])}",

@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -339,13 +340,17 @@ def test_imagenet_is_read_straight_from_its_archives(
     words = ["--source", source, "--out", tmp_path / "x"]
     assert call(monkeypatch, imagenet, *words, "--checksum") == 1
     assert "and the published file 1d675b47d978889d74fa0da5fadfb00e" in capsys.readouterr().err
-    for name, change, said in (
+    changes: tuple[tuple[str, Callable[[bytes], bytes] | None, str], ...] = (
         (imagenet.VAL, lambda data: data[: len(data) // 2], "is cut off|holds 2 pictures"),
         (imagenet.TRAIN, lambda data: data[:9000], "cut off"),
+        (imagenet.TRAIN, partial(_with_a_damaged_header, b"n01440764_1.JPEG"), "damaged at byte"),
+        (imagenet.TRAIN, partial(_with_a_damaged_header, b"n01443537.tar"), "damaged at byte"),
+        (imagenet.VAL, partial(_with_a_damaged_header, b"ILSVRC2012_val_"), "no tar archive"),
         (imagenet.DEVKIT, lambda _: b"", "is not the published archive"),
         (imagenet.DEVKIT, lambda data: _with_another_byte(data, -8), "CRC check failed"),
         (imagenet.DEVKIT, None, "lacks ILSVRC2012_devkit_t12.tar.gz"),
-    ):
+    )
+    for name, change, said in changes:
         data = (source / name).read_bytes()
         if change is None:
             (source / name).unlink()
@@ -355,6 +360,10 @@ def test_imagenet_is_read_straight_from_its_archives(
         error = capsys.readouterr().err
         assert any(each in error for each in said.split("|")), error
         (source / name).write_bytes(data)
+
+
+def _with_a_damaged_header(name: bytes, data: bytes) -> bytes:
+    return _with_another_byte(data, data.index(name) + 124)
 
 
 def _with_another_byte(data: bytes, at: int) -> bytes:
