@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from hvd_elastic.data.files import file_size
+from hvd_elastic.data.files import disk_errors, file_size, open_part, write_pieces
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.data.tar import linked, require_end
 from hvd_elastic.errors import DataError
@@ -44,15 +44,17 @@ def download(url: str, path: Path, published: str) -> None:
     if path.exists():
         require_md5(path, published)
         return
-    part = path.with_name(f".{path.name}.part")
     place = urlsplit(url)
     folder, _, name = place.path.rpartition("/")
-    try:
-        RemoteFolder(urlunsplit(place._replace(path=folder))).receive(name, partial(_write, part))
-        require_md5(part, published)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    source = RemoteFolder(urlunsplit(place._replace(path=folder)))
+    with disk_errors(path), open_part(path) as file:
+        part = Path(file.name)
+        try:
+            source.receive(name, partial(write_pieces, file))
+            require_md5(part, published)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -106,22 +108,3 @@ def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
             f"{where}: {len(symbolic)} symbolic links are left out: {', '.join(symbolic[:5])}",
             file=sys.stderr,
         )
-
-
-def _write(path: Path, pieces: Iterator[bytes]) -> None:
-    # Errors of the disk end the attempts; those of the connection, raised by the pieces, do not.
-    with _explained(path):
-        path.write_bytes(b"")
-    with path.open("r+b") as file:
-        for piece in pieces:
-            with _explained(path):
-                file.write(piece)
-                file.flush()
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error

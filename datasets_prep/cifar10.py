@@ -7,7 +7,6 @@ python datasets_prep/cifar10.py --archive cifar-10-binary.tar.gz --download --ou
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tarfile
 import tempfile
@@ -76,14 +75,23 @@ def unpack(archive: Path, folder: Path) -> list[str]:
             for name in wanted:
                 inside = file.extractfile(f"{INSIDE}/{name}")
                 assert inside is not None
-                with (folder / name).open("wb") as out:
-                    shutil.copyfileobj(inside, out)
+                _write(folder / name, inside.read())
     except (tarfile.TarError, *BROKEN, KeyError) as error:
         raise DataError(
-            f"{archive} is damaged, or is not CIFAR-10's binary archive ({error}); get cifar-10-binary.tar.gz: "
-            "the other editions are Python pickles and MATLAB files"
+            f"{archive} is damaged, or is not CIFAR-10's binary archive ({error}); get "
+            "cifar-10-binary.tar.gz: the other editions are Python pickles and MATLAB files"
         ) from None
     return (folder / NAMES).read_text(encoding="utf-8").split()
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}; the archive is unpacked there meanwhile "
+            "(180 MB): TMPDIR names another folder"
+        ) from error
 
 
 def list_batch(path: Path, classes: int) -> list[Source]:

@@ -67,6 +67,31 @@ def open_part(path: Path) -> BinaryIO:
     return part.open("xb")
 
 
+def write_pieces(file: BinaryIO, pieces: Iterator[bytes]) -> None:
+    """Write what a :class:`RemoteFolder` gives to a file, from its beginning.
+
+    Raises:
+        DataError: it cannot be written. So errors of the disk end the attempts; those of the
+            connection, which the pieces raise, do not.
+    """
+    with disk_errors(file.name):
+        file.seek(0)
+        file.truncate()
+    for piece in pieces:
+        with disk_errors(file.name):
+            file.write(piece)
+            file.flush()
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path | str) -> Iterator[None]:
+    """Turn errors of the disk, also those of closing a file, into a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def sole_writer(out: Path, *, waits: bool = False) -> Iterator[None]:
     """Let one call at a time write to the folder; ``waits``: the next one waits for its turn."""

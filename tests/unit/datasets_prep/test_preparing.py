@@ -31,7 +31,16 @@ pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
 from benchmarks.testbed.file_server import CUT, FileServer
-from datasets_prep import archives, cifar10, frame, image_folder, imagenet, index_shards, pictures
+from datasets_prep import (
+    archives,
+    cifar10,
+    frame,
+    image_folder,
+    imagenet,
+    imagenet_layout,
+    index_shards,
+    pictures,
+)
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.data.index import Index
 from hvd_elastic.errors import DataError
@@ -883,3 +892,51 @@ def test_a_signature_is_sent_with_a_download_and_not_shown(
             archives.download(url, tmp_path / "again", md5)
     assert (tmp_path / "there").read_bytes() == b"archive"
     assert "secret" not in str(failed.value)
+
+
+def test_a_planted_link_in_place_of_a_part_is_not_written_through(tmp_path: Path) -> None:
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("mine")
+    (tmp_path / "a.tgz").write_bytes(b"archive")
+    (tmp_path / ".there.part").symlink_to(precious)
+    with FileServer(tmp_path).serving() as server:
+        md5 = hashlib.md5(b"archive").hexdigest()
+        archives.download(f"{server.url}/a.tgz", tmp_path / "there", md5)
+    settings = imagenet_layout.Settings(2, 1, 1, 16, 0)
+    imagenet_layout.prepare(out, settings)
+    picture = imagenet_layout.class_folder(out, 0, 0) / "n00000000_0.JPEG"
+    picture.unlink()
+    for path in (picture, out / "made_from.json"):
+        path.with_name(f".{path.name}.part").symlink_to(precious)
+    imagenet_layout.prepare(out, settings)
+    assert precious.read_text() == "mine"
+    assert not picture.is_symlink()
+
+
+def test_a_full_disk_is_named_and_not_the_server_while_a_shard_is_fetched(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = tmp_path / "shards"
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", shards) == 0
+    capsys.readouterr()
+    with (
+        FileServer(shards).serving() as server,
+        mounted(tmp_path / "disk", "12k") as disk,
+    ):
+        words = [f"{server.url}/shards-{{000000..000000}}.tar", "--index", disk]
+        assert call(monkeypatch, index_shards, *words) == 1
+        assert server.requests["shards-000000.tar"] == 1
+    error = capsys.readouterr().err
+    assert "shards-000000.tar cannot be written: No space left on device" in error
+    assert "is the server up" not in error
+
+
+def test_a_full_temporary_folder_is_named_with_the_remedy(tmp_path: Path) -> None:
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        for name in (cifar10.NAMES, *cifar10.SPLITS["train"], *cifar10.SPLITS["val"]):
+            add(file, f"{cifar10.INSIDE}/{name}", bytes(20_000))
+    with mounted(tmp_path / "tmp", "60k") as disk:
+        match = rf"{disk}/data_batch_\d.bin cannot be written: No space .*TMPDIR names another"
+        with pytest.raises(DataError, match=match):
+            cifar10.unpack(archive, disk)
