@@ -180,6 +180,40 @@ def test_damaged_text_is_named_where_hosts_have_shared_the_work(
     assert (out / "skipped.txt").read_text() == skipped
 
 
+def test_links_and_folders_that_cannot_be_read_are_not_left_out_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "books"
+    write(source / "a" / "a.txt", b"a line of text\n" * 9)
+    write(tmp_path / "elsewhere" / "b.txt", b"another line\n" * 9)
+    (source / "linked").symlink_to(tmp_path / "elsewhere")
+    (source / "c.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
+    (source / "gone.txt").symlink_to("nowhere")
+    os.mkfifo(source / "pipe.txt")
+    words = ["--source", source, "--length", 8, "--out"]
+    assert call(monkeypatch, *words, tmp_path / "out") == 0
+    assert "1 files are left out, which are no texts by their names: links to folders (1)" in (
+        capsys.readouterr().err
+    )
+    assert (tmp_path / "out" / "skipped.txt").read_text().splitlines() == [
+        "gone.txt: No such file or directory",
+        "pipe.txt: it is a named pipe, no file",
+    ]
+    assert b"another" in b"".join(
+        array.astype(np.uint8) for array in ShardDataset(tmp_path / "out")
+    )
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name == "a":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert call(monkeypatch, *words, tmp_path / "other") == 1
+    assert f"error: {source / 'a'}: Permission denied" in capsys.readouterr().err
+
+
 def test_shards_have_a_size_of_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
