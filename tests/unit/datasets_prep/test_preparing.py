@@ -499,7 +499,7 @@ def test_ctrl_c_ends_it_in_a_sentence(birds: Path, tmp_path: Path) -> None:
     with held(birds / "tit" / "tit5.jpg"):
         process = started(birds, tmp_path / "out")
         os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=LIMIT_S)
+        said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, said
     assert "interrupted; the same call goes on where this one stopped" in said
     assert "Traceback" not in said
