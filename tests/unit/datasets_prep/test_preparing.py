@@ -779,6 +779,18 @@ def test_shards_are_indexed_and_verified_by_command(
     assert "12 examples in 1 shards fit the index" in capsys.readouterr().out
 
 
+def test_as_many_processes_index_as_cores_may_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(index_shards, "usable_cores", lambda: 3)  # the quota of a container
+    with pytest.raises(SystemExit):
+        call(monkeypatch, index_shards, "--help")
+    assert "(default: 3)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        call(monkeypatch, index_shards, tmp_path, "--processes", 0)
+    assert "0: it must be 1 or more" in capsys.readouterr().err
+
+
 def on_host(birds: Path, out: Path, *more: object) -> tuple[object, ...]:
     """Words for the call that indexes the shards which hosts have written."""
     return ("--source", birds, "--out", out, "--on-host", out, *more)
