@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -129,6 +130,11 @@ def test_imagenet_reads_shards(
     found = run(EXAMPLES / "imagenet.py", monkeypatch, "--data", data, *small, *quick)
     assert found["ShardDataset"](data / "train").classes == ("n00000000", "n00000001")
     assert "on 40 pictures" in capsys.readouterr().out
+    index = data / "train" / "index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "classes": []}))
+    monkeypatch.setattr(context, "_context", None)
+    with pytest.raises(SystemExit, match=r"index_shards\.py .*/train --classes FILE"):
+        run(EXAMPLES / "imagenet.py", monkeypatch, "--data", data, *small, *quick)
 
 
 def classes_of_imagenet() -> dict[str, Any]:
