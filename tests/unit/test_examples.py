@@ -227,6 +227,19 @@ for script in {scripts}:
     assert snapshot.exists() == ("from_ddp.py" in scripts)
 
 
+def test_a_machine_of_the_rack_whose_host_is_gone_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RACK_RECORDS", str(tmp_path / "rack.json"))
+    rack = runpy.run_path(str(EXAMPLES / "rack" / "machines.py"), run_name="not started")
+    machines = [{"host": name, "state": "running", "tags": {"cloud": "c"}} for name in ("1", "4")]
+    rack["save"](machines)
+    status = json.dumps({"hosts": [{"name": "1", "status": "up"}]})
+    monkeypatch.setitem(rack["act"].__globals__, "virtclust", lambda *_: status)
+    listed = rack["act"]("list", {"tags": {"cloud": "c"}})["machines"]
+    assert [machine["state"] for machine in listed] == ["running", "ended"]
+
+
 def test_every_script_of_the_guide_compiles_and_is_shown() -> None:
     pages = migration_doc.PAGES.values()
     shown = {script for pairs in pages for pair in pairs.values() for script in pair}
