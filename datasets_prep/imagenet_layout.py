@@ -149,8 +149,9 @@ def write_piece(out: Path, settings: Settings, piece: Piece) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for index in piece.indices:
         name = file_name(piece.number, index)
+        drawn = draw_picture(settings.seed, piece.split, piece.number, index, settings.size)
         with open_part(folder / name) as file:
-            file.write(draw_picture(settings.seed, piece.split, piece.number, index, settings.size))
+            file.write(drawn)
         Path(file.name).replace(folder / name)
     return len(piece.indices)
 
