@@ -101,7 +101,6 @@ def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
             continue
         before[found.name] = found
         yield found
-    assert file.fileobj is not None, "it is open"
     require_end(file.fileobj, file.offset, where, "an archive")
     if symbolic:
         print(

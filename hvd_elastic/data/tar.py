@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -199,11 +199,11 @@ def _files(
         yield member
 
 
-def require_end(file: IO[bytes], offset: int, where: object, what: str) -> None:
+def require_end(file: Any, offset: int, where: object, what: str) -> None:
     """Raise DataError unless a tar file ends where tarfile has read no further member.
 
     Args:
-        file: the tar file.
+        file: the tar file, open.
         offset: where the next member would begin.
         where: path or name of it, for messages.
         what: what it is called there.

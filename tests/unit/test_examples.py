@@ -119,6 +119,7 @@ def test_imagenet_reads_shards(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # before the import, which adds to it too
     from datasets_prep import imagenet
 
     data = tmp_path / "shards"
