@@ -635,6 +635,7 @@ def test_the_page_on_data_writes_shards_as_it_is_printed(tmp_path: Path) -> None
     found = re.search(r"### Writing shards\n\n```python\n(.*?)```", page, re.DOTALL)
     assert found is not None
     folder = tmp_path / "data" / "mine"
-    parts = [[(f"k{part}{number}", b"jpeg", {}, 1) for number in range(2)] for part in range(2)]
+    words: dict[str, str] = {}
+    parts = [[(f"k{part}{number}", b"jpeg", words, 1) for number in range(2)] for part in range(2)]
     exec(found[1].replace("/data/mine", str(folder)), {"parts": parts})
     assert [shard.examples for shard in load_index(folder).shards] == [2, 2]
