@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import sys
 import tarfile
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from hvd_elastic.data.files import file_size
+from hvd_elastic.data.files import disk_errors, file_size, open_part, write_pieces
 from hvd_elastic.data.remote import RemoteFolder
-from hvd_elastic.data.tar import linked
+from hvd_elastic.data.tar import linked, require_end
 from hvd_elastic.errors import DataError
 
 _BLOCK = 1 << 20
@@ -38,19 +39,37 @@ def download(url: str, path: Path, published: str) -> None:
     """Get an archive unless it is there; it appears under its name when its MD5 is right.
 
     Raises:
-        DataError: it cannot be read or written, or has another MD5.
+        DataError: it cannot be read or written, or has another MD5, also if it is there.
     """
     if path.exists():
+        require_md5(path, published)
         return
-    part = path.with_name(f".{path.name}.part")
     place = urlsplit(url)
     folder, _, name = place.path.rpartition("/")
-    try:
-        RemoteFolder(urlunsplit(place._replace(path=folder))).receive(name, partial(_write, part))
-        require_md5(part, published)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    source = RemoteFolder(urlunsplit(place._replace(path=folder)))
+    with disk_errors(path), open_part(path) as file:
+        part = Path(file.name)
+        try:
+            source.receive(name, partial(write_pieces, file))
+            require_md5(part, published)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def opened_gzip(path: Path) -> Iterator[tarfile.TarFile]:
+    """Open a tar archive that gzip has packed. At the end the rest is read: a checksum lies there.
+
+    Raises:
+        TarError, or one of ``packed.BROKEN``: it is damaged.
+    """
+    file_size(path)
+    with gzip.open(path) as stream:
+        with tarfile.open(fileobj=stream, mode="r:") as file:
+            yield file
+        while stream.read(_BLOCK):
+            pass
 
 
 class Member(NamedTuple):
@@ -67,7 +86,7 @@ def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
     Symbolic links are left out and named, for which ``where`` is the archive's name.
 
     Raises:
-        DataError: a hard link leads nowhere.
+        DataError: a hard link leads nowhere, or the archive is cut off or damaged.
     """
     before: dict[str, Member] = {}
     symbolic = []
@@ -82,27 +101,9 @@ def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
             continue
         before[found.name] = found
         yield found
+    require_end(file.fileobj, file.offset, where, "an archive")
     if symbolic:
         print(
             f"{where}: {len(symbolic)} symbolic links are left out: {', '.join(symbolic[:5])}",
             file=sys.stderr,
         )
-
-
-def _write(path: Path, pieces: Iterator[bytes]) -> None:
-    # Errors of the disk end the attempts; those of the connection, raised by the pieces, do not.
-    with _explained(path):
-        path.write_bytes(b"")
-    with path.open("r+b") as file:
-        for piece in pieces:
-            with _explained(path):
-                file.write(piece)
-                file.flush()
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error

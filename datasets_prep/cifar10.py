@@ -7,7 +7,6 @@ python datasets_prep/cifar10.py --archive cifar-10-binary.tar.gz --download --ou
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tarfile
 import tempfile
@@ -22,9 +21,9 @@ import numpy as np
 from PIL import Image
 
 from datasets_prep import command_line, frame
-from datasets_prep.archives import download, require_md5
+from datasets_prep.archives import download, opened_gzip, require_md5
 from datasets_prep.frame import Source
-from hvd_elastic.data.files import file_size
+from datasets_prep.packed import BROKEN
 from hvd_elastic.errors import DataError
 
 PUBLISHED = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -70,21 +69,29 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def unpack(archive: Path, folder: Path) -> list[str]:
     """Write the files of the archive to a folder; return the names of the classes."""
-    file_size(archive)
     wanted = [NAMES, *(name for files in SPLITS.values() for name in files)]
     try:
-        with tarfile.open(archive, "r:gz") as file:
+        with opened_gzip(archive) as file:
             for name in wanted:
                 inside = file.extractfile(f"{INSIDE}/{name}")
                 assert inside is not None
-                with (folder / name).open("wb") as out:
-                    shutil.copyfileobj(inside, out)
-    except (tarfile.TarError, EOFError, KeyError) as error:
+                _write(folder / name, inside.read())
+    except (tarfile.TarError, *BROKEN, KeyError) as error:
         raise DataError(
-            f"{archive} is not CIFAR-10's binary archive ({error}); get cifar-10-binary.tar.gz: "
-            "the other editions are Python pickles and MATLAB files"
+            f"{archive} is damaged, or is not CIFAR-10's binary archive ({error}); get "
+            "cifar-10-binary.tar.gz: the other editions are Python pickles and MATLAB files"
         ) from None
     return (folder / NAMES).read_text(encoding="utf-8").split()
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}; the archive is unpacked there meanwhile "
+            "(180 MB): TMPDIR names another folder"
+        ) from error
 
 
 def list_batch(path: Path, classes: int) -> list[Source]:

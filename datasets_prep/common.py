@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ from typing import TypeVar
 from hvd_elastic.errors import HvdElasticError
 
 Result = TypeVar("Result")
+_OF_THE_FILE = {
+    None,  # of a library that reads damaged content
+    *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ELOOP),
+}
 
 
 @contextlib.contextmanager
@@ -84,6 +89,11 @@ def result_of(
         print(interruption, file=sys.stderr)
         return None, 130
     return None, 1
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Return whether reading failed for a reason that is not the file's and may pass (ESTALE)."""
+    return isinstance(error, OSError) and error.errno not in _OF_THE_FILE
 
 
 def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from array import array
@@ -11,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from datasets_prep.common import is_of_storage
 from datasets_prep.packed import BROKEN, CHUNK_BYTES, PACKED, opened, unpacked_size
-from hvd_elastic.data.files import file_size
+from hvd_elastic.data.files import file_size, files_below
 from hvd_elastic.errors import DataError
 from hvd_elastic.json_text import parse_json
 
@@ -94,8 +94,14 @@ class Piece(NamedTuple):
             try:
                 yield from read_part(part)
             except (DataError, OSError) as error:
+                if is_of_storage(error):
+                    raise
                 why = getattr(error, "strerror", None) or error
                 yield Document("", damage=f"{part.name}: {why}")
+
+    def damage(self) -> list[str]:
+        """Return what of it cannot be read."""
+        return [document.damage for document in self.read() if document.damage]
 
 
 class Pieces(Sequence[Piece]):
@@ -123,7 +129,6 @@ class Pieces(Sequence[Piece]):
         self._room = piece_bytes
         self._piece_bytes = piece_bytes
         for path in self._listed(source):
-            self.newest = max(self.newest, path.stat().st_mtime)
             self._add(path)
             self._are_lines.append(bool(field) and (path == source or _ending(path) in LINES))
         self._begin(len(self._sizes), 0)
@@ -138,26 +143,32 @@ class Pieces(Sequence[Piece]):
             yield source
             return
         endings = TEXTS + (LINES if self._field else ())
-        for path in sorted(source.rglob("*")):
-            inside = path.relative_to(source).parts
-            if path.is_dir():
-                continue
-            if any(name[0] == "." for name in inside):
-                self.left_out["hidden"] += 1
-            elif _ending(path) in endings:
-                file_size(path)
-                yield path
-            else:
-                self.left_out[path.suffix.lower() or "without ending"] += 1
+
+        def why_left_out(entry: os.DirEntry[str]) -> str:
+            path = Path(entry.name)
+            if entry.name[0] == ".":
+                return "hidden"
+            if entry.is_dir() or _ending(path) in endings:
+                return ""
+            return path.suffix.lower() or "without ending"
+
+        for name, _ in files_below(source, why_left_out, self.left_out):
+            yield source / name
 
     def _add(self, path: Path) -> None:
         """Append a file to the piece that has room, or cut it."""
         step, packed = self._piece_bytes, path.suffix.lower() in PACKED
-        size = file_size(path)
-        if packed:
-            size = _DAMAGED
-            with contextlib.suppress(DataError):
+        size = _DAMAGED
+        try:
+            size = file_size(path)
+            self.newest = max(self.newest, path.stat().st_mtime)
+            if packed:
+                size = _DAMAGED
                 size = unpacked_size(str(path))
+        except (DataError, OSError) as error:  # it is named when it is read
+            if is_of_storage(error):
+                raise
+        if packed:
             step = max(step, _PACKED_PIECE_BYTES, size // _PACKED_PIECES)
         number = len(self._sizes)
         self._names += os.fsencode(os.path.relpath(path, self._root))
@@ -220,7 +231,8 @@ def read_part(part: Part) -> Iterator[Document]:
         OSError: it cannot be read.
     """
     if part.size == _DAMAGED:
-        unpacked_size(part.path)  # raises
+        file_size(Path(part.path))  # raises, or the next one
+        unpacked_size(part.path)
     if part.size <= 0:
         raise DataError("it is empty (0 bytes)" if not part.size else _CHANGED)
     try:

@@ -7,7 +7,9 @@ bytes of one into the values of its examples; :func:`prepare` does the rest.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,19 +21,21 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from datasets_prep.common import progress_bar
-from datasets_prep.on_hosts import OnHost, prepare_on_hosts
+from datasets_prep.common import is_of_storage, progress_bar
+from datasets_prep.on_hosts import BEGIN, OnHost, prepare_on_hosts
 from datasets_prep.resuming import (
     COUNTS,
     JOURNAL,
     SIZES,
     SKIPPED,
     Done,
+    base_name,
     done_before,
     note,
     remove_made,
     skipped_before,
     whole_of,
+    written_names,
 )
 from hvd_elastic.data.example import as_bytes, readable
 from hvd_elastic.data.files import file_size, sha256_of, sole_writer
@@ -44,6 +48,7 @@ from hvd_elastic.data.index import (
     load_index,
     make_table,
     save_table,
+    table_path,
 )
 from hvd_elastic.data.processes import in_processes
 from hvd_elastic.data.writer import ShardWriter
@@ -107,6 +112,10 @@ class Source(NamedTuple):
             raise DataError(f"{self.path} ends before it: cut off, or changed meanwhile")
         return data
 
+    def damage(self) -> list[str]:
+        """Return nothing: what it gives an example of is whole."""
+        return []
+
 
 class AnySource(Protocol):
     """What is asked of a source; see :class:`Source`."""
@@ -123,6 +132,9 @@ class AnySource(Protocol):
     def identity(self) -> str: ...
     def read(self) -> Any:
         """Return what the function of the script converts."""
+
+    def damage(self) -> list[str]:
+        """Return a line for each part that cannot be read, of a source that gives examples."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +210,7 @@ def prepare(
         "version": _VERSION,
         "layout": settings.layout,
         "sources": len(sources),
-        **_digests(sources),
+        **digests(sources),
     }
     if settings.sources_per_shard:
         made_from["sources_per_shard"] = settings.sources_per_shard
@@ -209,26 +221,29 @@ def prepare(
     on_host = settings.on_host
     if settings.hostfile is not None and on_host is None:
         if settings.again:
+            remove = ("runclust", str(settings.hostfile), "rm", "-r", str(folder.absolute()))
             raise DataError(
                 "--again does not go with --hostfile; remove the folder on the hosts: "
-                f"runclust {settings.hostfile} rm -r {folder}"
+                f"{shlex.join(remove)}"
             )
         names = [path.name for path in paths]
-        return prepare_on_hosts(settings.hostfile, folder, names, made_from["sources_sha256"])
+        return prepare_on_hosts(settings.hostfile, folder, names, digest_of(made_from))
     if on_host is not None and on_host.folder != str(folder.absolute()):
         return {}  # the other splits of the data set
-    if on_host is not None and on_host.digest != made_from["sources_sha256"]:
+    if on_host is not None and on_host.digest != digest_of(made_from):
         raise DataError(
-            f"the source of {folder} has other files on this host than where the call was made; "
-            "all hosts need the same source"
+            f"{folder} would be another one on this host than where the call was made: the source "
+            "has other files, or files of other sizes, or the tokenizer or the release is another "
+            "one; all hosts need the same"
         )
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     with sole_writer(folder, waits=on_host is not None):
         if settings.again:
-            remove_made(folder)
-        done = done_before(folder, made_from, shards_too=on_host is not None)
+            remove_made(folder, made_from)
+        gets_shards = on_host is not None and on_host.names != BEGIN
+        done = done_before(folder, made_from, shards_too=gets_shards)
         if done is None:
             index = load_index(folder)
             if newest > (folder / INDEX).stat().st_mtime:
@@ -237,11 +252,14 @@ def prepare(
                     "changed, make it anew with --again",
                     file=sys.stderr,
                 )
-            counts = index.made_from.get(COUNTS, {})
-            return _found(folder, index, len(index.shards), skipped_before(folder), counts)
+            counts, skipped = index.made_from.get(COUNTS, {}), skipped_before(folder)
+            _require_none(folder, settings, skipped)
+            return _found(folder, index, len(index.shards), skipped, counts)
         with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
             if journal.tell() == 0:
                 note(journal, made_from)
+            if on_host is not None and on_host.names == BEGIN:
+                return {}
             write = partial(_write_shard, settings, fields)
             if on_host is not None and on_host.names:
                 tasks_of = partial(_tasks, paths, sources, bounds)
@@ -253,13 +271,14 @@ def prepare(
             missing = [number for number in range(len(paths)) if number not in done]
             left = sum(bounds[number + 1] - bounds[number] for number in missing)
             tasks = _tasks(paths, sources, bounds, missing)
-            with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
+            with progress_bar(f"{base_name(folder)}: preparing", max(1, left)) as advance:
                 for number, result in in_processes(work, tasks, settings.processes):
                     note(journal, {"number": number, **result._asdict()})
                     done[number] = result
                     advance(result.sources)
         shards = [msgspec.convert(done[number].shard, Shard) for number in range(len(paths))]
         skipped = [_one_line(line) for number in range(len(paths)) for line in done[number].skipped]
+        _require_none(folder, settings, skipped)
         counts = Counter[str]()
         for each in done.values():
             counts.update(each.counts)
@@ -273,9 +292,19 @@ def prepare(
             made_from[COUNTS] = dict(counts)
         index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)
         index.save(folder)
-        for path in (folder / JOURNAL, *folder.glob(".*.part")):  # the latter of calls before
-            path.unlink()
+        kept = {name for path in paths for name in (path.name, table_path(path).name)}
+        for name in (JOURNAL, *({*written_names(folder)} - kept)):  # the latter of calls before
+            (folder / name).unlink()
     return _found(folder, index, there, skipped, counts)
+
+
+def _require_none(folder: Path, settings: Settings, skipped: Sequence[str]) -> None:
+    """Raise DataError with ``strict`` if an earlier call has skipped something."""
+    if settings.strict and skipped:
+        raise DataError(
+            f"{skipped[0]}; an earlier call without --strict has skipped it: repair it, and make "
+            f"{folder} anew with --again"
+        )
 
 
 def _write_listed(
@@ -296,7 +325,12 @@ def _write_listed(
         paths[number].replace(Path(on_host.out) / paths[number].name)
 
 
-def _digests(sources: Sequence[AnySource]) -> dict[str, str]:
+def digest_of(made_from: dict[str, Any]) -> str:
+    """Return the SHA-256 of all that data depend on."""
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+
+
+def digests(sources: Sequence[AnySource]) -> dict[str, str]:
     """Return the SHA-256 of the names of sources, and of their files' sizes."""
     names, sizes = hashlib.sha256(), hashlib.sha256()
     for source in sources:
@@ -351,10 +385,10 @@ def _bounds(sources: Sequence[AnySource], settings: Settings) -> list[int]:
 
 def _paths(folder: Path, count: int, settings: Settings) -> list[Path]:
     """Return the path of each shard."""
-    name = f"{folder.name}-%06d.tar"
+    base = base_name(folder)
     if settings.layout == "tfrecord":
-        name = f"{folder.name}.tfrecord-%05d-of-{count:05d}"
-    return [folder / (name % number) for number in range(count)]
+        return [folder / f"{base}.tfrecord-{n:05d}-of-{count:05d}" for n in range(count)]
+    return [folder / f"{base}-{n:06d}.tar" for n in range(count)]
 
 
 def _tasks(
@@ -376,19 +410,22 @@ def _read_shard(settings: Settings, task: _Task) -> tuple[int, Done]:
     if examples:
         save_table(task.path, make_table(examples, fields_of(examples)))
     found = {int(example.key[:_PLACE_DIGITS]) for example in examples}
-    skipped = []
+    skipped: list[str] = []
     for place, source in enumerate(task.sources, task.first):
-        if place not in found:
-            try:
-                lacking = len(_converted(settings, source).examples)
-            except (DataError, OSError) as error:
-                skipped.append(_reason(source, error))
+        try:
+            if place in found:
+                skipped += source.damage()
                 continue
-            if lacking:  # the host that wrote it could not read the source for a while
-                raise DataError(
-                    f"{task.path} lacks {source.name}, which is not damaged; remove that shard on "
-                    "all hosts and call again"
-                )
+            lacking, damaged, _ = _converted(settings, source)
+        except (DataError, OSError) as error:
+            skipped.append(_reason(source, error))
+            continue
+        if lacking:  # the host that wrote it could not read the source for a while
+            raise DataError(
+                f"{task.path} lacks {source.name}, which is not damaged; remove that shard on "
+                "all hosts and call again"
+            )
+        skipped += damaged
     size = task.path.stat().st_size
     shard = Shard(task.path.name, len(examples), size, sha256_of(task.path))
     return task.number, Done(_as_dict(shard), len(task.sources), skipped)
@@ -409,7 +446,14 @@ def _one_line(text: str) -> str:
 
 
 def _reason(source: AnySource, error: Exception) -> str:
-    return f"{source.name}: {getattr(error, 'strerror', None) or error}"
+    """Return the line for a damaged source; raises DataError if not the source is at fault."""
+    reason = f"{source.name}: {getattr(error, 'strerror', None) or error}"
+    if is_of_storage(error):
+        raise DataError(
+            f"{reason}; that is no damage of the file, so it is not skipped: the same call, "
+            "without --again, goes on where this one stopped"
+        ) from error
+    return reason
 
 
 def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tuple[int, Done]:

@@ -20,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets_prep import command_line, frame, image_folder, pictures
-from datasets_prep.archives import Member, require_md5, tar_files
+from datasets_prep.archives import Member, opened_gzip, require_md5, tar_files
 from datasets_prep.frame import Source
+from datasets_prep.packed import BROKEN
 from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
 
@@ -126,7 +127,7 @@ def read_devkit(archive: Path) -> tuple[list[int], dict[int, str]]:
         raise DataError("the labels of ImageNet's archives need SciPy: pip install scipy") from None
     folder = archive.name.removesuffix(".tar.gz") + "/data/"
     try:
-        with tarfile.open(archive, "r:gz") as file:
+        with opened_gzip(archive) as file:
             texts = [
                 (file.extractfile(folder + name) or io.BytesIO()).read()
                 for name in ("ILSVRC2012_validation_ground_truth.txt", "meta.mat")
@@ -139,8 +140,10 @@ def read_devkit(archive: Path) -> tuple[list[int], dict[int, str]]:
             for each in synsets
             if int(each["num_children"]) == 0
         }
-    except (tarfile.TarError, EOFError, KeyError, ValueError) as error:
-        raise DataError(f"{archive} is not the published archive ({error})") from None
+    except (tarfile.TarError, *BROKEN, KeyError, ValueError) as error:
+        raise DataError(
+            f"{archive} is damaged, or is not the published archive ({error})"
+        ) from None
     return truth, names
 
 

@@ -31,10 +31,11 @@ try:
 
     from datasets_prep.common import interrupted, progress_bar, result_of, whole_number
     from datasets_prep.shapes import DRAWING, MOST_CLASSES, draw_picture, look_of
-    from hvd_elastic.data.files import file_size, sole_writer
+    from hvd_elastic.data.files import file_size, open_part, sole_writer
     from hvd_elastic.data.processes import in_processes
     from hvd_elastic.errors import DataError
     from hvd_elastic.programs.usable import usable_cores
+    from hvd_elastic.replaced_files import write_whole
 except ModuleNotFoundError as lacking:
     sys.exit(f"error: {lacking.name} is not installed; run: pip install pillow numpy")
 
@@ -148,11 +149,10 @@ def write_piece(out: Path, settings: Settings, piece: Piece) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for index in piece.indices:
         name = file_name(piece.number, index)
-        part = folder / f".{name}.part"
-        part.write_bytes(
-            draw_picture(settings.seed, piece.split, piece.number, index, settings.size)
-        )
-        part.replace(folder / name)
+        drawn = draw_picture(settings.seed, piece.split, piece.number, index, settings.size)
+        with open_part(folder / name) as file:
+            file.write(drawn)
+        Path(file.name).replace(folder / name)
     return len(piece.indices)
 
 
@@ -256,9 +256,7 @@ def prepare(
             f"{wnid(number)} {', '.join(look_of(number))}\n" for number in range(settings.classes)
         )
         for name, text in ((SETTINGS, made_from), (NAMES, names)):
-            part = out / f".{name}.part"
-            part.write_text(text, encoding="utf-8")
-            part.replace(out / name)
+            write_whole(out / name, text)
         work = partial(write_piece, out, settings)
         with progress_bar("writing", count) as advance:
             for done in in_processes(work, missing(out, settings), processes):

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from datasets_prep.common import interrupted, result_of
+from datasets_prep.common import interrupted, result_of, whole_number
 from datasets_prep.pictures import read_classes
 from hvd_elastic.data.index import Index
 from hvd_elastic.data.indexing import build_index, verify
 from hvd_elastic.data.remote import RemoteFolder, selection
+from hvd_elastic.programs.usable import usable_cores
 from hvd_elastic.urls import is_url
 
 _SHOWN = 5
@@ -47,7 +47,7 @@ def main() -> int:
         help="first label of image/class/label in TFRecord (1 unless there is a label 0)",
     )
     parser.add_argument(
-        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)"
+        "--processes", type=whole_number(1), default=usable_cores(), help="(default: %(default)s)"
     )
     parser.add_argument("--again", action="store_true", help="read all shards, also unchanged ones")
     parser.add_argument("--verify", action="store_true", help="compare the shards with the index")
@@ -58,8 +58,6 @@ def main() -> int:
             parser.error(f"--{name.replace('_', '-')} goes with indexing, not with --verify")
     if given.verify and (is_url(given.folder) or selection(given.folder)[1] is not None):
         parser.error("--verify takes the folder of the shards, not a URL or names with braces")
-    if given.processes < 1:
-        parser.error("--processes must be 1 or more")
     at_interrupt = interrupted(again=given.again)
     shown, status = result_of(lambda: _without_secrets(given.folder), "", at_interrupt)
     if shown is None:

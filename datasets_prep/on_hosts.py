@@ -19,6 +19,8 @@ from hvd_elastic.errors import DataError
 
 ON_HOST = "--on-host"
 """Hidden option, whose values are those of :class:`OnHost`."""
+BEGIN = "begin"
+"""In place of a file with names: note what the data are made from, or refuse to."""
 
 
 class OnHost(NamedTuple):
@@ -26,8 +28,9 @@ class OnHost(NamedTuple):
 
     Attributes:
         folder: of the shards.
-        digest: of the sources, where the hosts were called.
-        names: file with the names of the shards to write; empty: index those that are there.
+        digest: of what the data are made from, where the hosts were called.
+        names: file with the names of the shards to write; empty: index those that are there; or
+            :data:`BEGIN`.
         out: folder to write them to.
     """
 
@@ -47,7 +50,7 @@ def prepare_on_hosts(
             paths as this machine.
         folder: on every host.
         names: of all shards.
-        digest: of the sources; hosts where it is another one refuse.
+        digest: of what the data are made from; hosts where it is another one refuse.
 
     Returns:
         What the script on a host returned.
@@ -67,8 +70,16 @@ def prepare_on_hosts(
     pulled = Pulled(
         _command(place, digest, "{list}", "{dst}"), tuple((name, None) for name in names)
     )
-    failed = {}
-    for copied in copy_to_hosts(hosts, pulled, place, options):
+    failed, refused = {}, False
+    # Before a host gets shards of others, all have agreed on what these are made from.
+    for ended in run_on_hosts(hosts, _command(place, digest, BEGIN), options):
+        if not ended.ok:
+            failed[ended.host.name] = _why(ended)
+            refused = refused or (ended.value is not None and ended.value.exit_status == 1)
+    there = [host for host in hosts if host.name not in failed]
+    if refused or not there:
+        raise DataError("; ".join(f"{host}: {why}" for host, why in failed.items()))
+    for copied in copy_to_hosts(there, pulled, place, options):
         host = copied.host.name
         if copied.ok:
             said = f"{copied.answer.fetched} shards written, {copied.answer.files} received"
@@ -82,14 +93,19 @@ def prepare_on_hosts(
             entries = json.loads(ended.answer.stdout)
             found = next(entry for entry in entries if entry)
         else:
-            said = ended.value.stderr.decode(errors="replace").strip() if ended.value else ""
-            failed[ended.host.name] = said.rpartition("\n")[2] or ended.error
+            failed[ended.host.name] = _why(ended)
     if failed:
         raise DataError(
             "; ".join(f"{host}: {why}" for host, why in failed.items())
             + "; the same call goes on where this one stopped"
         )
     return found
+
+
+def _why(ended: Any) -> str:
+    """Return what a command that failed on a host printed last, or why there is nothing."""
+    said: str = ended.value.stderr.decode(errors="replace").strip() if ended.value else ""
+    return said.rpartition("\n")[2] or str(ended.error)
 
 
 def _command(*values: str) -> str:

@@ -16,8 +16,10 @@ from typing import Any
 
 from PIL import Image
 
+from datasets_prep.common import is_of_storage
 from datasets_prep.frame import Source
 from hvd_elastic.data.decoding import explained, open_picture, orientation, to_rgb, turned
+from hvd_elastic.data.files import LINKS, files_below
 from hvd_elastic.errors import DataError
 
 SUFFIXES = (
@@ -25,7 +27,6 @@ SUFFIXES = (
     *(".jp2", ".ppm", ".pgm", ".pbm", ".pnm"),
 )
 _CACHES = ("__pycache__", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", "Thumbs.db")
-_LINKS = "links to folders"
 _SHOWN = 5
 _WORDNET = re.compile(r"n\d{8}")
 
@@ -132,7 +133,7 @@ def list_folder(folder: Path, classes: Sequence[str], *, some: bool = False) -> 
         return files
     with os.scandir(folder) as entries:
         kinds = filter(None, map(_why_left_out, entries))
-        left_out.update(kind for kind in kinds if kind != _LINKS)  # these may be classes
+        left_out.update(kind for kind in kinds if kind != LINKS)  # these may be classes
     there, found = folders_in(folder), classes_in(folder)
     if other := sorted(set(found) - set(classes)):
         raise DataError(
@@ -176,7 +177,10 @@ class Files(Sequence[Source]):
             self._labels.append(label)
             try:
                 found = entry.stat()
-            except OSError:  # a link that leads nowhere
+            except OSError as error:
+                if is_of_storage(error):
+                    raise
+                # A link that leads nowhere.
                 self._sizes.append(-1)
                 continue
             self._sizes.append(found.st_size)
@@ -196,19 +200,7 @@ class Files(Sequence[Source]):
 
 def _pictures(folder: Path, left_out: LeftOut) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield the pictures in a folder at any depth, by their paths in it, in the order of names."""
-    found = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if why := _why_left_out(entry):
-                left_out[why] += 1
-            else:
-                found.append(entry)
-    for entry in sorted(found, key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False):
-            inside = _pictures(folder / entry.name, left_out)
-            yield from ((f"{entry.name}/{name}", each) for name, each in inside)
-        else:
-            yield entry.name, entry
+    return files_below(folder, _why_left_out, left_out)
 
 
 def _why_left_out(entry: os.DirEntry[str]) -> str:
@@ -217,7 +209,7 @@ def _why_left_out(entry: os.DirEntry[str]) -> str:
     if not _is_shown(entry.name):
         return "hidden, or of a cache"
     if entry.is_symlink() and entry.is_dir():
-        return _LINKS
+        return LINKS
     if entry.is_dir(follow_symlinks=False) or ending in SUFFIXES:
         return ""
     return ending or "without ending"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from hvd_elastic.data.files import sha256_of
 from hvd_elastic.data.index import INDEX, Shard, load_index, require_size, table_path
 from hvd_elastic.data.processes import in_processes
 from hvd_elastic.errors import DataError
+from hvd_elastic.replaced_files import write_whole
 
 JOURNAL, SKIPPED = ".prepared.jsonl", "skipped.txt"
 SIZES, COUNTS = "sizes_sha256", "counts"  # in what data were made from
@@ -36,23 +37,39 @@ class Done(NamedTuple):
     counts: Mapping[str, int] = {}
 
 
-def remove_made(folder: Path) -> None:
+def base_name(folder: Path) -> str:
+    """Return the name with which shards of a folder begin: its own, also of ``.`` and ``..``."""
+    return Path(os.path.abspath(folder)).name  # noqa: PTH100  a link keeps its name
+
+
+def written_names(folder: Path) -> list[str]:
+    """Return the names of the shards in a folder, whole or begun, and of their tables."""
+    shard = rf"{re.escape(base_name(folder))}(-\d{{6,}}\.tar|\.tfrecord-\d{{5,}}-of-\d{{5,}})"
+    ours = re.compile(rf"{shard}(\.npy)?|\.{shard}\.part")
+    return [path.name for path in folder.iterdir() if ours.fullmatch(path.name)]
+
+
+def remove_made(folder: Path, made_from: dict[str, Any]) -> None:
     """Remove what an earlier call has written to a folder, and nothing else.
+
+    A call with the new settings, ``made_from``, goes on from the journal if this one is killed.
 
     Raises:
         DataError: the folder was not made by such a call.
     """
-    names = [SKIPPED, JOURNAL]
     if (folder / INDEX).exists():
         index = load_index(folder, outdated=True)
         if "sources_sha256" not in index.made_from:
             raise DataError(
                 f"{folder} holds shards that were indexed, not made; remove it yourself"
             )
-        names += [shard.name for shard in index.shards]
+        names = [shard.name for shard in index.shards]
     elif (folder / JOURNAL).exists():
-        names += [path.name for path in folder.glob(f"{glob.escape(folder.name)}[-.]*")]
-    for name in (*names, INDEX):  # the index last, for a call that is killed here
+        names = written_names(folder)
+    else:
+        return
+    write_whole(folder / JOURNAL, json.dumps(made_from) + "\n", synced=True)
+    for name in (INDEX, SKIPPED, *names, JOURNAL):
         table_path(folder / name).unlink(missing_ok=True)
         (folder / name).unlink(missing_ok=True)
 
@@ -93,7 +110,8 @@ def done_before(
                 f"{folder} holds other files ({other[0]}); name a new or empty folder"
             ) from None
         return {}
-    if len(lines) < 2:  # killed while it wrote the first line
+    # Killed while it wrote the first line, or before it wrote a shard.
+    if len(lines) < 2 or (len(lines) == 2 and not written_names(folder)):
         (folder / JOURNAL).unlink()
         return {}
     # Killed while it wrote the last line; the next one must not be appended to that.
@@ -113,7 +131,9 @@ def whole_of(folder: Path, done: dict[int, Done], processes: int) -> dict[int, D
     """Return those of the shards whose content is what was written (SHA-256)."""
     shards = [(number, Shard(**each.shard)) for number, each in done.items()]
     whole = {}
-    with progress_bar(f"{folder.name}: comparing what is there", max(1, len(shards))) as advance:
+    with progress_bar(
+        f"{base_name(folder)}: comparing what is there", max(1, len(shards))
+    ) as advance:
         for number in in_processes(partial(_whole, folder), shards, processes):
             advance(1)
             if number is not None:

@@ -19,6 +19,8 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from datasets_prep.documents import LINES, TEXTS, Document, Pieces
 from datasets_prep.frame import Converted
 from datasets_prep.packed import PACKED
 from hvd_elastic.errors import DataError
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.replaced_files import write_whole
 
 PIECE_BYTES, MOST_PIECE_BYTES = 1 << 20, 64 << 20
@@ -131,9 +134,11 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         )
     tokenizer: Path | None = given.tokenizer
     if given.vocabulary is not None:
-        tokenizer = given.out.with_name(given.out.name + f".{TOKENIZER}")
+        tokenizer = Path(f"{os.path.abspath(given.out)}.{TOKENIZER}")  # noqa: PTH100
+        trained_from = {"vocabulary": given.vocabulary, **frame.digests(pieces)}
         if given.again or not tokenizer.exists():
-            train_tokenizer(pieces, given.vocabulary, tokenizer)
+            train_tokenizer(pieces, trained_from, tokenizer)
+        _require_trained_from(tokenizer, trained_from)
     convert = ToTokens(given.length)
     if tokenizer is not None:
         separator = separator_of(_load(str(tokenizer)), tokenizer, given.separator)
@@ -142,7 +147,12 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     elif given.separator is not None:
         raise DataError("--separator names a token of --tokenizer; a byte 0 separates bytes")
     settings = command_line.settings_of(given, ("npy",), convert)
-    made_from = {**settings.made_from, "field": given.field, "piece_bytes": piece_bytes}
+    made_from = {
+        **settings.made_from,
+        "field": given.field,
+        "piece_bytes": piece_bytes,
+        "vocabulary": given.vocabulary,
+    }
     settings = dataclasses.replace(
         settings, made_from=made_from, shard_bytes=given.shard_megabytes * 1_000_000
     )
@@ -165,17 +175,43 @@ def separator_of(tokenizer: Any, path: Path, name: str | None) -> int:
     )
 
 
-def train_tokenizer(pieces: Pieces, vocabulary: int, path: Path) -> None:
-    """Write a byte-level BPE tokenizer that was trained on the text."""
+def _note_of(tokenizer: Path) -> Path:
+    """Return the path of the file that says what a tokenizer was trained from."""
+    return tokenizer.with_suffix(".made_from.json")
+
+
+def _require_trained_from(tokenizer: Path, trained_from: dict[str, Any]) -> None:
+    try:
+        was = parse_json(_note_of(tokenizer).read_bytes())
+    except (FileNotFoundError, ValueError):
+        was = None
+    if was != trained_from:
+        other = "an unknown text"
+        if isinstance(was, dict):
+            size = was.get("vocabulary")
+            other = "another text" if size == trained_from["vocabulary"] else f"{size} tokens"
+        raise DataError(
+            f"{tokenizer} was trained from {other}, by an earlier call; name another --out, train "
+            "and write anew with --again, or use that tokenizer: --tokenizer"
+        )
+
+
+def train_tokenizer(pieces: Pieces, trained_from: dict[str, Any], path: Path) -> None:
+    """Write a byte-level BPE tokenizer that was trained on the text, and what it was made from."""
     try:
         from tokenizers import ByteLevelBPETokenizer
     except ModuleNotFoundError:
         raise DataError("training a tokenizer needs its library: pip install tokenizers") from None
     made = ByteLevelBPETokenizer()
     made.train_from_iterator(
-        _texts(pieces), vocabulary, show_progress=False, special_tokens=[SEPARATORS[0]]
+        _texts(pieces),
+        trained_from["vocabulary"],
+        show_progress=False,
+        special_tokens=[SEPARATORS[0]],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # first, so that the note is never beside another one
+    write_whole(_note_of(path), json.dumps(trained_from), synced=True)
     write_whole(path, made.to_str(), synced=True)
 
 

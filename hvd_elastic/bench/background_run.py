@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,27 @@ Say = Callable[[str], None]
 _Found = TypeVar("_Found")
 
 
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit meanwhile, so that what was started is ended too.
+
+    A signal that is ignored, as by nohup, or handled already stays so.
+    """
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    changed = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
 class BackgroundRun:
     """A run without checkpoints, for the length of a block.
 
@@ -52,6 +74,7 @@ class BackgroundRun:
         advice: str = "",
     ) -> None:
         self._name = name
+        self._signals = contextlib.ExitStack()
         self._advice = advice
         words = ["run", "--detach", "--hostfile", str(hostfile), "--checkpoint-every", "0"]
         words += [*options, "--np", str(slots), "--", *command]
@@ -69,16 +92,18 @@ class BackgroundRun:
         self._logs = f"its logs: hvd-elastic logs {self.folder.run_id}"
 
     def __enter__(self) -> Self:
+        self._signals.enter_context(ended_by_signals())
         return self
 
     def __exit__(self, *error: object) -> None:
         """End the run, and wait until its leader has ended."""
-        if self.folder.leader_alive():
-            with contextlib.suppress(RunError):  # it may just end, and an error is told already
-                self.folder.ask_leader("stop", {"reason": f"{self._name} is over"})
-            deadline = time.monotonic() + PATIENCE_S
-            while self.folder.leader_alive() and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+        with self._signals:
+            if self.folder.leader_alive():
+                with contextlib.suppress(RunError):  # it may just end, and an error is told already
+                    self.folder.ask_leader("stop", {"reason": f"{self._name} is over"})
+                deadline = time.monotonic() + PATIENCE_S
+                while self.folder.leader_alive() and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
 
     def scale(self, slots: int) -> None:
         """Have it train on so many slots."""

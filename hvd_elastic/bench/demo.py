@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hvd_elastic.bench.background_run import ended_by_signals
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
@@ -125,6 +126,7 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
 
     say("making three virtual hosts, each with its own sshd")
     with (
+        ended_by_signals(),
         tempfile.TemporaryDirectory(prefix="hvd_elastic-demo-") as temporary,
         # Workers start in the current folder.
         VirtualCluster.up(3, 1, loopback=loopback or None, shares=[Path.cwd()]) as cluster,

@@ -23,6 +23,7 @@ import fcntl
 import hashlib
 import os
 import re
+import stat
 import threading
 import time
 from collections import deque
@@ -37,7 +38,8 @@ from hvd_elastic.checkpoint.whole_files import remove_leftovers
 from hvd_elastic.data.files import open_part
 from hvd_elastic.data.index import Index, Shard, load_table, table_path
 from hvd_elastic.data.remote import RemoteFolder, refuse_web_page
-from hvd_elastic.errors import DataError
+from hvd_elastic.errors import DataError, StrangerError
+from hvd_elastic.own_files import check_owner, user_words
 from hvd_elastic.replaced_files import write_whole
 
 _CONNECTIONS = 4
@@ -60,7 +62,7 @@ class ShardCache:
             that are being read and by tables.
 
     Raises:
-        DataError: the folder cannot be written to.
+        DataError: the folder cannot be written to, or is another user's.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ShardCache:
         self._coming: deque[Shard] = deque()
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
+            _require_trusted(folder)
             (folder / _LOCK).touch()
         remove_leftovers(folder)
 
@@ -108,7 +111,11 @@ class ShardCache:
             now = os.fstat(file)
             if now.st_nlink and now.st_size == shard.bytes and table_path(path).exists():
                 now_ns = time.time_ns()  # the kernel's own clock for files moves by milliseconds
-                os.utime(file, ns=(now_ns, now_ns))
+                try:
+                    os.utime(file, ns=(now_ns, now_ns))
+                except PermissionError:  # another user's, who may let us write it
+                    with contextlib.suppress(PermissionError):
+                        os.utime(file)
                 return file
             os.close(file)
             if now.st_nlink:  # else it was removed meanwhile
@@ -264,6 +271,26 @@ class ShardCache:
                 f"the cache {error.filename or self._folder} cannot be written: {error.strerror}; "
                 "name another folder by cache=, or a limit that fits on its disk by cache_bytes="
             ) from error
+
+
+def _require_trusted(folder: Path) -> None:
+    """Raise DataError for a folder of another user: what lies there is not compared again.
+
+    One in which not all users may write is trusted if its owner shares it with a group of this
+    user. Root, which containers run as, decides itself whose folder it takes.
+    """
+    found = folder.stat()
+    in_group = found.st_gid in (os.getegid(), *os.getgroups())
+    shared = os.geteuid() == 0 or (in_group and found.st_mode & stat.S_IWGRP)
+    if shared and not found.st_mode & stat.S_IWOTH:
+        return
+    try:
+        check_owner(folder)
+    except StrangerError:
+        raise DataError(
+            f"the cache {folder} belongs to {user_words(found.st_uid)}, who could put other data "
+            "there; name another folder by cache=, or have it shared with a group: chmod g+w,o-w"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -295,7 +295,7 @@ class _Behind:
         if cache is None:
             raise DataError(
                 f"{source}: shards behind a URL need a folder on this host's disk to keep them, "
-                'such as ShardDataset(url, cache="/tmp/shards", cache_bytes=100 << 30)'
+                'such as ShardDataset(url, cache="/scratch/shards", cache_bytes=100 << 30)'
             )
         whole = load_index(tables) if tables else parse_index(source.read(INDEX), source)
         self.index = _selected(whole, names, source)

@@ -7,7 +7,8 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,6 +35,41 @@ def file_size(path: Path) -> int:
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"it is {_OTHERS.get(kind, 'something else')}, no file", path)
     return found.st_size
+
+
+LINKS = "links to folders"
+
+
+def files_below(
+    folder: Path, why_left_out: Callable[[os.DirEntry[str]], str], left_out: Counter[str]
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the files in a folder at any depth, by their paths in it, in the order of names.
+
+    Links to folders are left out: they may lead back.
+
+    Args:
+        folder: where to look.
+        why_left_out: returns the kind of an entry that is left out with all that is in it; "": it
+            is not.
+        left_out: counts them by kind.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            is_link = entry.is_symlink() and entry.is_dir()
+            if why := why_left_out(entry) or (LINKS if is_link else ""):
+                left_out[why] += 1
+            else:
+                found.append(entry)
+    for entry in sorted(found, key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            inside = files_below(folder / entry.name, why_left_out, left_out)
+            yield from ((f"{entry.name}/{name}", each) for name, each in inside)
+        else:
+            yield entry.name, entry
 
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
@@ -65,6 +101,31 @@ def open_part(path: Path) -> BinaryIO:
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     return part.open("xb")
+
+
+def write_pieces(file: BinaryIO, pieces: Iterator[bytes]) -> None:
+    """Write what a :class:`RemoteFolder` gives to a file, from its beginning.
+
+    Raises:
+        DataError: it cannot be written. So errors of the disk end the attempts; those of the
+            connection, which the pieces raise, do not.
+    """
+    with disk_errors(file.name):
+        file.seek(0)
+        file.truncate()
+    for piece in pieces:
+        with disk_errors(file.name):
+            file.write(piece)
+            file.flush()
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path | str) -> Iterator[None]:
+    """Turn errors of the disk, also those of closing a file, into a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ import msgspec
 
 from hvd_elastic.checkpoint.whole_files import remove_leftovers
 from hvd_elastic.data.example import readable
-from hvd_elastic.data.files import compression, sha256_of, sole_writer
+from hvd_elastic.data.files import LINKS, compression, files_below, sha256_of, sole_writer
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
@@ -166,9 +168,18 @@ def verify(folder: Path, index_folder: Path | None = None) -> Index:
 
 def _names(folder: Path, *, subfolders: bool) -> list[str]:
     """Return the names of the shards in a folder."""
-    found = sorted(folder.rglob("*") if subfolders else folder.iterdir())
-    paths = [path.relative_to(folder) for path in found]
-    names = [str(path) for path in paths if not any(part[0] == "." for part in path.parts)]
+    left_out = Counter[str]()
+    if subfolders:
+        names = [name for name, _ in files_below(folder, _if_hidden, left_out)]
+    else:
+        names = sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
+    if left_out[LINKS]:
+        log.warning(
+            "%s: %d %s are left out; links to the shards themselves are followed",
+            folder,
+            left_out[LINKS],
+            LINKS,
+        )
     if packed := [name for name in names if _COMPRESSED.search(name)]:
         raise DataError(f"{folder / packed[0]} {compression(folder / packed[0])}")
     tars = [name for name in names if name.endswith(Tar.suffix)]
@@ -191,6 +202,10 @@ def _names(folder: Path, *, subfolders: bool) -> list[str]:
             f"*-00000-of-00128){hint}"
         )
     return tars or records
+
+
+def _if_hidden(entry: os.DirEntry[str]) -> str:
+    return "hidden" if entry.name[0] == "." else ""
 
 
 def _is_record(name: str) -> bool:

@@ -48,6 +48,10 @@ def in_processes(
                 yield from (job.result() for job in done)
         for job in as_completed(jobs):
             yield job.result()
+    except KeyboardInterrupt:
+        for process in (pool._processes or {}).values():  # what they are at is given up
+            process.terminate()
+        raise
     except BrokenProcessPool:
         raise DataError(
             "a process was killed (is there enough memory?); call again, with --processes 1 if "

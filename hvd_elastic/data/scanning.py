@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 
 from hvd_elastic.data.example import Example, readable
-from hvd_elastic.data.files import file_size, sha256_of
+from hvd_elastic.data.files import disk_errors, file_size, sha256_of, write_pieces
 from hvd_elastic.data.index import LAYOUTS, Index, Shard, fields_of, make_table, save_table
 from hvd_elastic.data.remote import RemoteFolder, refuse_web_page
 from hvd_elastic.data.shard import read_all
@@ -63,12 +64,8 @@ def index_shard(task: Task) -> Found:
         return _index_file(task.source / task.name, task)
     with tempfile.TemporaryDirectory(dir=task.out, prefix=FETCHED) as folder:
         path = Path(folder) / task.name.rpartition("/")[2]
-
-        def write(pieces: Iterator[bytes]) -> None:
-            with path.open("wb") as file:
-                file.writelines(pieces)
-
-        task.source.receive(task.name, write)
+        with disk_errors(path), path.open("xb") as file:
+            task.source.receive(task.name, partial(write_pieces, file))
         where = f"{task.source}/{task.name}"
         with path.open("rb") as file:
             refuse_web_page(file.read(_BEGIN_BYTES), where)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class Tar:
                         )
                     before.add(key)
                     yield _example(raw, path, key, list(members))
-                _require_end(path, file.offset, size)
+                require_end(raw, file.offset, path, "a shard")
         except tarfile.ReadError as error:
             if how := compression(path):
                 raise DataError(f"{path} {how}") from error
@@ -198,20 +199,28 @@ def _files(
         yield member
 
 
-def _require_end(path: Path, offset: int, size: int) -> None:
-    with path.open("rb") as file:
-        file.seek(offset)
-        if file.read(len(Tar.end)) != Tar.end or size % _BLOCK:
+def require_end(file: Any, offset: int, where: object, what: str) -> None:
+    """Raise DataError unless a tar file ends where tarfile has read no further member.
+
+    Args:
+        file: the tar file, open.
+        offset: where the next member would begin.
+        where: path or name of it, for messages.
+        what: what it is called there.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(offset)
+    if file.read(len(Tar.end)) != Tar.end or size % _BLOCK:
+        raise DataError(
+            f"{where} is cut off: it does not end with two empty blocks of {_BLOCK} bytes, as a "
+            f"tar file does, or it is damaged at byte {offset}; copy it again"
+        )
+    while rest := file.read(_REST_BYTES):
+        if rest.count(0) < len(rest):
             raise DataError(
-                f"{path} is cut off: it does not end with two empty blocks of {_BLOCK} bytes, as a "
-                "tar file does; copy it again"
+                f"{where} has data after its end, as archives have that were joined by cat; "
+                f"keep each as {what} of its own, or join them by tar --concatenate"
             )
-        while rest := file.read(_REST_BYTES):
-            if rest.count(0) < len(rest):
-                raise DataError(
-                    f"{path} has data after its end, as archives have that were joined by cat; "
-                    "keep each as a shard of its own, or join them by tar --concatenate"
-                )
 
 
 def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarInfo]) -> Example:

@@ -140,6 +140,11 @@ def read(args):
             train, to_tensor, decode=RandomCrop(args.image_size, scale=(args.crop, 1))
         )
         held_out = ShardDataset(val, to_tensor, decode=CentreCrop(args.image_size))
+        if not examples.classes:
+            sys.exit(
+                f"error: the index of {train} names no classes; give it their names: python "
+                f"datasets_prep/index_shards.py {train} --classes FILE"
+            )
         return examples, held_out, examples.classes
     classes = sorted(entry.name for entry in train.iterdir() if entry.is_dir())
     examples = Pictures(train, classes, args.image_size, args.crop)

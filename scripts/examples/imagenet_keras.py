@@ -72,6 +72,11 @@ examples = ShardDataset(
 )
 held_out = ShardDataset(args.data / "val", pixels, decode=CentreCrop(args.image_size))
 classes = len(examples.classes)
+if not classes:
+    sys.exit(
+        f"error: the index of {args.data / 'train'} names no classes; give it their names: python "
+        f"datasets_prep/index_shards.py {args.data / 'train'} --classes FILE"
+    )
 shape = (args.image_size, args.image_size, 3)
 inputs = keras.Input(shape)
 scaled = keras.layers.Normalization(

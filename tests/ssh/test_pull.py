@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,10 +292,15 @@ def test_hosts_prepare_shards_together(bed: Bed, shared_folder: Path, tmp_path: 
         assert content(bed.data(number) / "set") == content(tmp_path / "set")
     again = ended(start_preparing(*words))
     assert json.loads(again.stdout)[0] == {**told, "there": 7}
+    shutil.rmtree(bed.data(3) / "set")  # a host that joins
     other = ended(start_preparing(*words, "--resize", 9))
     assert other.returncode == 1
     assert "set was made from resize 0 instead of 9" in other.stderr
     assert "Traceback" not in other.stderr
+    assert not [*(bed.data(3) / "set").glob("*.tar")], "it has no shards of other settings"
+    joined = ended(start_preparing(*words))
+    assert joined.returncode == 0, joined.stderr
+    assert content(bed.data(3) / "set") == content(tmp_path / "set")
 
 
 def test_a_host_that_dies_while_it_prepares(bed: Bed, shared_folder: Path, tmp_path: Path) -> None:

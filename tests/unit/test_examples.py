@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -118,6 +119,7 @@ def test_imagenet_reads_shards(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # before the import, which adds to it too
     from datasets_prep import imagenet
 
     data = tmp_path / "shards"
@@ -129,6 +131,11 @@ def test_imagenet_reads_shards(
     found = run(EXAMPLES / "imagenet.py", monkeypatch, "--data", data, *small, *quick)
     assert found["ShardDataset"](data / "train").classes == ("n00000000", "n00000001")
     assert "on 40 pictures" in capsys.readouterr().out
+    index = data / "train" / "index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "classes": []}))
+    monkeypatch.setattr(context, "_context", None)
+    with pytest.raises(SystemExit, match=r"index_shards\.py .*/train --classes FILE"):
+        run(EXAMPLES / "imagenet.py", monkeypatch, "--data", data, *small, *quick)
 
 
 def classes_of_imagenet() -> dict[str, Any]:
@@ -219,6 +226,19 @@ for script in {scripts}:
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^test accuracy 0\.\d+$", done.stdout, re.MULTILINE)) == len(scripts)
     assert snapshot.exists() == ("from_ddp.py" in scripts)
+
+
+def test_a_machine_of_the_rack_whose_host_is_gone_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RACK_RECORDS", str(tmp_path / "rack.json"))
+    rack = runpy.run_path(str(EXAMPLES / "rack" / "machines.py"), run_name="not started")
+    machines = [{"host": name, "state": "running", "tags": {"cloud": "c"}} for name in ("1", "4")]
+    rack["save"](machines)
+    status = json.dumps({"hosts": [{"name": "1", "status": "up"}]})
+    monkeypatch.setitem(rack["act"].__globals__, "virtclust", lambda *_: status)
+    listed = rack["act"]("list", {"tags": {"cloud": "c"}})["machines"]
+    assert [machine["state"] for machine in listed] == ["running", "ended"]
 
 
 def test_every_script_of_the_guide_compiles_and_is_shown() -> None:

@@ -33,7 +33,8 @@ def act(action, asked):
     machines = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
     hosts = {host["name"]: host for host in json.loads(virtclust("status"))["hosts"]}
     for machine in machines:
-        if machine["state"] == "running" and hosts[machine["host"]]["status"] == "off":
+        host = hosts.get(machine["host"])  # None: the cluster was made anew, with fewer hosts
+        if machine["state"] == "running" and (host is None or host["status"] == "off"):
             machine.update(state="ended", why="it was shut down")
     if action == "start":
         return {"machines": start(asked, machines, hosts)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +152,27 @@ def test_an_index_lies_elsewhere_and_has_shards_of_subfolders(tmp_path: Path) ->
     other = write_numbers(tmp_path / "other", [3])
     with pytest.raises(DataError, match=r"shards/s-00.tar, a shard of the index in .*other"):
         ShardDataset(shards, index=other)
+
+
+def test_links_to_folders_and_unreadable_ones_are_named_among_subfolders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = tmp_path / "shards"
+    for number in range(2):
+        tar(shards / f"{number}/s-{number}.tar", texts(2, 2 * number))
+    (shards / "linked").symlink_to(shards / "0")
+    assert len(build_index(shards, subfolders=True).shards) == 2
+    assert f"{shards}: 1 links to folders are left out" in caplog.text
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name == "1":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        build_index(shards, subfolders=True)
 
 
 def test_braces_name_some_of_the_shards(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -37,6 +38,7 @@ from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError, SkippedExampleError
 from tests import other_user
 from tests.other_user import open_folder as open_folder
+from tests.paths import ROOT
 from tests.unit.data.shards import damage, npy, write_numbers
 
 pytest.importorskip("google_crc32c", reason="TFRecord needs its checksums")
@@ -626,3 +628,14 @@ def test_an_index_that_is_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
     index.write_text(index.read_text().replace("{", '{"classes":' + "[" * 200_000, 1))
     with pytest.raises(DataError, match=r"index.json is damaged .* make it again"):
         load_index(index.parent)
+
+
+def test_the_page_on_data_writes_shards_as_it_is_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    found = re.search(r"### Writing shards\n\n```python\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    folder = tmp_path / "data" / "mine"
+    words: dict[str, str] = {}
+    parts = [[(f"k{part}{number}", b"jpeg", words, 1) for number in range(2)] for part in range(2)]
+    exec(found[1].replace("/data/mine", str(folder)), {"parts": parts})
+    assert [shard.examples for shard in load_index(folder).shards] == [2, 2]

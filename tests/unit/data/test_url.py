@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from hvd_elastic.data.cache import ShardCache
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
+from tests.other_user import UID, WORDS, needs_root
 from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.unit.data.shards import write_numbers
@@ -329,3 +332,36 @@ def test_a_cache_on_a_full_disk_is_explained(server: FileServer, tmp_path: Path)
         with pytest.raises(DataError, match=r"No space left on device; name another folder"):
             numbers(dataset)
         assert not [*(disk / "cache").glob(".*.part")]
+
+
+def test_a_group_shares_a_cache_in_which_shards_belong_to_others(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, set_time = tmp_path / "cache", os.utime
+    assert numbers(ShardDataset(server.url, cache=cache)) == list(range(15))
+
+    def refuse(file: Any, times: Any = None, *, ns: Any = None) -> None:
+        if ns is not None:  # who does not own a file may at most set it to the present time
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        set_time(file, times)
+
+    monkeypatch.setattr(os, "utime", refuse)
+    for path in cache.glob("*.tar"):
+        set_time(path, (0, 0))
+    assert numbers(ShardDataset(server.url, cache=cache)) == list(range(15))
+    assert all(path.stat().st_mtime > 0 for path in cache.glob("*.tar")), "they count as used"
+    assert server.requests["s-00.tar"] == 1
+
+
+@needs_root
+def test_a_cache_of_another_user_in_which_all_may_write_is_refused(
+    server: FileServer, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    assert len(ShardDataset(server.url, cache=cache)) == 15
+    os.chown(cache, UID, 0)
+    cache.chmod(0o777)
+    with pytest.raises(DataError, match=rf"cache {cache} belongs to {re.escape(WORDS)}, who could"):
+        ShardDataset(server.url, cache=cache)
+    cache.chmod(0o770)  # shared with the group of this user
+    assert len(ShardDataset(server.url, cache=cache)) == 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import gzip
@@ -10,11 +11,14 @@ import hashlib
 import io
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +31,18 @@ pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
 from benchmarks.testbed.file_server import CUT, FileServer
-from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures
+from datasets_prep import (
+    archives,
+    cifar10,
+    frame,
+    image_folder,
+    imagenet,
+    imagenet_layout,
+    index_shards,
+    pictures,
+)
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
+from hvd_elastic.data.index import Index
 from hvd_elastic.errors import DataError
 from tests.paths import LIMIT_S
 from tests.small_disk import mounted
@@ -127,6 +141,10 @@ def test_a_picture_is_made_smaller_and_never_larger() -> None:
         assert pictures.ToJpeg(resize, 50)(data) == [(data,)], "kept as it is"
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
     birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,11 +178,45 @@ def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
     said = capsys.readouterr().out
     assert "12 examples in 1 shards" in said
     assert "7 skipped" in said
+    assert call(monkeypatch, image_folder, *words, "--strict") == 1
+    assert "an earlier call without --strict has skipped it" in capsys.readouterr().err
+    half = ["--source", birds, "--out", tmp_path / "half"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "save", interrupt)
+        assert call(patched, image_folder, *half) == 130
+    assert call(monkeypatch, image_folder, *half, "--strict") == 1
+    assert "an earlier call without --strict has skipped it" in capsys.readouterr().err
     words = ["--source", birds, "--out", tmp_path / "strict", "--strict"]
     assert call(monkeypatch, image_folder, *words) == 1
     error = capsys.readouterr().err
     assert any(f"error: {line.split(': ')[0]}" in error for line in expected)
     assert not (tmp_path / "strict" / "index.json").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE])
+def test_a_storage_that_fails_for_a_while_costs_no_picture(
+    birds: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    out, read = tmp_path / "out", frame.Source.read
+
+    def fail(source: frame.Source) -> bytes:
+        if source.name == "owl/owl3.jpg":
+            raise OSError(number, os.strerror(number), source.path)
+        return read(source)
+
+    words = ["--source", birds, "--out", out, "--per-shard", 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(frame.Source, "read", fail)
+        assert call(patched, image_folder, *words) == 1
+    error = capsys.readouterr().err
+    assert f"error: owl/owl3.jpg: {os.strerror(number)}; that is no damage of the file" in error
+    assert call(monkeypatch, image_folder, *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)[0]
+    assert (found["examples"], found["skipped"]) == (12, [])
 
 
 # -- what is written
@@ -297,12 +349,17 @@ def test_imagenet_is_read_straight_from_its_archives(
     words = ["--source", source, "--out", tmp_path / "x"]
     assert call(monkeypatch, imagenet, *words, "--checksum") == 1
     assert "and the published file 1d675b47d978889d74fa0da5fadfb00e" in capsys.readouterr().err
-    for name, change, said in (
+    changes: tuple[tuple[str, Callable[[bytes], bytes] | None, str], ...] = (
         (imagenet.VAL, lambda data: data[: len(data) // 2], "is cut off|holds 2 pictures"),
         (imagenet.TRAIN, lambda data: data[:9000], "cut off"),
+        (imagenet.TRAIN, partial(_with_a_damaged_header, b"n01440764_1.JPEG"), "damaged at byte"),
+        (imagenet.TRAIN, partial(_with_a_damaged_header, b"n01443537.tar"), "damaged at byte"),
+        (imagenet.VAL, partial(_with_a_damaged_header, b"ILSVRC2012_val_"), "no tar archive"),
         (imagenet.DEVKIT, lambda _: b"", "is not the published archive"),
+        (imagenet.DEVKIT, lambda data: _with_another_byte(data, -8), "CRC check failed"),
         (imagenet.DEVKIT, None, "lacks ILSVRC2012_devkit_t12.tar.gz"),
-    ):
+    )
+    for name, change, said in changes:
         data = (source / name).read_bytes()
         if change is None:
             (source / name).unlink()
@@ -312,6 +369,16 @@ def test_imagenet_is_read_straight_from_its_archives(
         error = capsys.readouterr().err
         assert any(each in error for each in said.split("|")), error
         (source / name).write_bytes(data)
+
+
+def _with_a_damaged_header(name: bytes, data: bytes) -> bytes:
+    return _with_another_byte(data, data.index(name) + 124)
+
+
+def _with_another_byte(data: bytes, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 0xFF
+    return bytes(changed)
 
 
 def test_cifar10_is_read_from_its_archive(
@@ -352,6 +419,14 @@ def test_cifar10_is_read_from_its_archive(
     assert train.classes == tuple(classes)
     assert len(ShardDataset(out / "val")) == 4
     assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
+    there.write_bytes(_with_another_byte(there.read_bytes(), -8))  # its own checksum lies there
+    assert call(monkeypatch, cifar10, *get) == 1
+    assert f"the published file {md5}" in capsys.readouterr().err
+    assert call(monkeypatch, cifar10, "--archive", there, "--out", out) == 1
+    assert f"{there} is damaged, or is not CIFAR-10's binary" in capsys.readouterr().err
+    there.write_bytes(_with_another_byte(archive.read_bytes(), 5000))
+    assert call(monkeypatch, cifar10, "--archive", there, "--out", out) == 1
+    assert f"{there} is damaged, or is not CIFAR-10's binary" in capsys.readouterr().err
     archive.write_bytes(gzip.compress(b"other"))
     assert call(monkeypatch, cifar10, "--archive", archive, "--out", out) == 1
     assert "is not CIFAR-10's binary archive" in capsys.readouterr().err
@@ -424,7 +499,7 @@ def test_ctrl_c_ends_it_in_a_sentence(birds: Path, tmp_path: Path) -> None:
     with held(birds / "tit" / "tit5.jpg"):
         process = started(birds, tmp_path / "out")
         os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=LIMIT_S)
+        said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, said
     assert "interrupted; the same call goes on where this one stopped" in said
     assert "Traceback" not in said
@@ -488,15 +563,76 @@ def test_other_folders_settings_and_sources_are_refused(
     assert index.read_text() == '{"shards": [], "version": 2}'
     half = tmp_path / "half"
     half.mkdir()
+    (half / "half-000000.tar").touch()
     (half / ".prepared.jsonl").write_text('{"version": 0}\n')
     assert "half was made from" in refused("--source", birds, "--out", half)
     (half / ".prepared.jsonl").write_text("[1]\n")
     assert "is damaged; remove" in refused("--source", birds, "--out", half)
     (half / "diary").touch()
-    (half / "half-000000.tar").touch()
     assert call(monkeypatch, image_folder, "--source", birds, "--out", half, "--again") == 1
     (half / "diary").unlink()
     assert call(monkeypatch, image_folder, "--source", birds, "--out", half) == 0
+
+
+@pytest.mark.parametrize("layout", ["tar", "tfrecord"])
+def test_the_folder_of_the_call_keeps_the_hidden_files_of_others(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    out = tmp_path / "here"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    mine = {".env", ".profile", ".film.tar.part", "-notes", "here-notes.tar"}
+    for name in mine - {"-notes", "here-notes.tar"}:
+        (out / name).write_text("mine")
+    words = ["--source", birds, "--out", ".", "--per-shard", 5, "--format", layout]
+    assert call(monkeypatch, image_folder, *words) == 0
+    names = {shard.name for shard in load_index(out).shards}
+    assert all(name.startswith("here") for name in names)
+    (out / "index.json").unlink()  # as a call leaves it that is killed before the end
+    for name in mine:
+        (out / name).write_text("mine")
+    (out / ".prepared.jsonl").touch()
+    (out / f".{min(names)}.part").touch()
+    assert call(monkeypatch, image_folder, *words, "--again") == 1  # -notes is somebody else's
+    assert {path.name for path in out.iterdir()} == mine
+    for name in ("-notes", "here-notes.tar"):
+        (out / name).unlink()
+    assert call(monkeypatch, image_folder, *words, "--again") == 0
+    assert mine - {"-notes", "here-notes.tar"} < {path.name for path in out.iterdir()}
+
+
+def test_the_command_that_removes_folders_on_hosts_names_only_those(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # runclust runs in the home folder
+    words = ["--source", birds, "--out", "my birds", "--hostfile", "my hosts", "--again"]
+    assert call(monkeypatch, image_folder, *words) == 1
+    command = capsys.readouterr().err.partition("on the hosts: ")[2]
+    assert shlex.split(command) == ["runclust", "my hosts", "rm", "-r", str(tmp_path / "my birds")]
+
+
+def test_a_call_that_is_interrupted_while_it_removes_shards_goes_on(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--source", birds, "--out", out]
+    assert call(monkeypatch, image_folder, *words, "--per-shard", 1) == 0
+    unlink = Path.unlink
+
+    def unlink_some(path: Path, *, missing_ok: bool = False) -> None:
+        if path.name.endswith("7.tar"):
+            raise KeyboardInterrupt
+        unlink(path, missing_ok=missing_ok)
+
+    words += ["--per-shard", 5]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink_some)
+        assert call(patched, image_folder, *words, "--again") == 130
+    assert "the same call without --again goes on where this one" in capsys.readouterr().err
+    assert len([*out.glob("*.tar")]) in range(1, 12)
+    assert call(monkeypatch, image_folder, *words) == 0
+    assert sum(shard.examples for shard in verify(out).shards) == 12
+    assert len([*out.glob("*.tar*")]) == 2 * 3, "those of the earlier call are removed"
 
 
 def test_sources_and_classes_that_cannot_be_used_are_explained(
@@ -643,6 +779,18 @@ def test_shards_are_indexed_and_verified_by_command(
     assert "12 examples in 1 shards fit the index" in capsys.readouterr().out
 
 
+def test_as_many_processes_index_as_cores_may_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(index_shards, "usable_cores", lambda: 3)  # the quota of a container
+    with pytest.raises(SystemExit):
+        call(monkeypatch, index_shards, "--help")
+    assert "(default: 3)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        call(monkeypatch, index_shards, tmp_path, "--processes", 0)
+    assert "0: it must be 1 or more" in capsys.readouterr().err
+
+
 def on_host(birds: Path, out: Path, *more: object) -> tuple[object, ...]:
     """Words for the call that indexes the shards which hosts have written."""
     return ("--source", birds, "--out", out, "--on-host", out, *more)
@@ -653,9 +801,9 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
 ) -> None:
     out, owl = tmp_path / "out", birds / "owl" / "owl0.jpg"
     whole = owl.read_bytes()
-    owl.write_bytes(b"")
+    owl.write_bytes(bytes(len(whole)))
     assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
-    digest = load_index(out).made_from["sources_sha256"]
+    digest = frame.digest_of(load_index(out).made_from)
     for name in ("index.json", "skipped.txt"):
         (out / name).unlink()
     owl.write_bytes(whole)
@@ -664,12 +812,43 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     assert "lacks owl/owl0.jpg, which is not damaged; remove that shard" in error
     (birds / "owl" / "more.jpg").write_bytes(whole)
     assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
-    assert "has other files on this host than where the call was made" in capsys.readouterr().err
+    assert "would be another one on this host than where the call" in capsys.readouterr().err
     (birds / "owl" / "more.jpg").unlink()
-    owl.write_bytes(b"")
+    owl.write_bytes(bytes(len(whole)))
     (out / ".prepared.jsonl").unlink()
     assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 0
-    assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
+    assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: no picture that Pillow knows\n"
+
+
+def test_a_host_refuses_to_mix_shards_that_were_made_from_something_else(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, owl, digests = tmp_path / "out", birds / "owl" / "owl0.jpg", []
+    for resize in (0, 20):
+        made = tmp_path / f"{resize}" / "out"
+        words = ("--source", birds, "--out", made, "--resize", resize)
+        assert call(monkeypatch, image_folder, *words) == 0
+        digests.append(frame.digest_of(load_index(made).made_from))
+    begin = [(*on_host(birds, out, digest, "begin"), "--resize", 0) for digest in digests]
+    capsys.readouterr()
+    whole = owl.read_bytes()
+    owl.write_bytes(whole + b"of another edition")
+    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert "or files of other sizes" in capsys.readouterr().err
+    owl.write_bytes(whole)
+    assert call(monkeypatch, image_folder, *begin[1]) == 1
+    assert "would be another one on this host" in capsys.readouterr().err
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 0, "nothing is there yet"
+    assert call(monkeypatch, image_folder, *begin[0]) == 0
+    shutil.copy(tmp_path / "0" / "out" / "out-000000.tar", out)  # as a host receives it
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    assert "was made from resize 0 instead of 20" in capsys.readouterr().err
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digests[0])) == 0
+    assert load_index(out) == load_index(tmp_path / "0" / "out")
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    (out / "index.json").unlink()  # nobody knows any more what these shards were made from
+    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert "holds other files" in capsys.readouterr().err
 
 
 def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
@@ -682,7 +861,7 @@ def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
     names = tmp_path / "names"
     names.write_text("".join(f"{shard.name}\n" for shard in index.shards))
     sent.mkdir()
-    given = ("--out", out, "--on-host", out, index.made_from["sources_sha256"], names, sent)
+    given = ("--out", out, "--on-host", out, frame.digest_of(index.made_from), names, sent)
     command = [sys.executable, image_folder.__file__, "--processes", 2, *words, *given]
     with held(birds / "tit" / "tit5.jpg"):
         process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)
@@ -725,3 +904,51 @@ def test_a_signature_is_sent_with_a_download_and_not_shown(
             archives.download(url, tmp_path / "again", md5)
     assert (tmp_path / "there").read_bytes() == b"archive"
     assert "secret" not in str(failed.value)
+
+
+def test_a_planted_link_in_place_of_a_part_is_not_written_through(tmp_path: Path) -> None:
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("mine")
+    (tmp_path / "a.tgz").write_bytes(b"archive")
+    (tmp_path / ".there.part").symlink_to(precious)
+    with FileServer(tmp_path).serving() as server:
+        md5 = hashlib.md5(b"archive").hexdigest()
+        archives.download(f"{server.url}/a.tgz", tmp_path / "there", md5)
+    settings = imagenet_layout.Settings(2, 1, 1, 16, 0)
+    imagenet_layout.prepare(out, settings)
+    picture = imagenet_layout.class_folder(out, 0, 0) / "n00000000_0.JPEG"
+    picture.unlink()
+    for path in (picture, out / "made_from.json"):
+        path.with_name(f".{path.name}.part").symlink_to(precious)
+    imagenet_layout.prepare(out, settings)
+    assert precious.read_text() == "mine"
+    assert not picture.is_symlink()
+
+
+def test_a_full_disk_is_named_and_not_the_server_while_a_shard_is_fetched(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = tmp_path / "shards"
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", shards) == 0
+    capsys.readouterr()
+    with (
+        FileServer(shards).serving() as server,
+        mounted(tmp_path / "disk", "12k") as disk,
+    ):
+        words = [f"{server.url}/shards-{{000000..000000}}.tar", "--index", disk]
+        assert call(monkeypatch, index_shards, *words) == 1
+        assert server.requests["shards-000000.tar"] == 1
+    error = capsys.readouterr().err
+    assert "shards-000000.tar cannot be written: No space left on device" in error
+    assert "is the server up" not in error
+
+
+def test_a_full_temporary_folder_is_named_with_the_remedy(tmp_path: Path) -> None:
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        for name in (cifar10.NAMES, *cifar10.SPLITS["train"], *cifar10.SPLITS["val"]):
+            add(file, f"{cifar10.INSIDE}/{name}", bytes(20_000))
+    with mounted(tmp_path / "tmp", "60k") as disk:
+        match = rf"{disk}/data_batch_\d.bin cannot be written: No space .*TMPDIR names another"
+        with pytest.raises(DataError, match=match):
+            cifar10.unpack(archive, disk)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datasets_prep import documents, text
+from datasets_prep import documents, frame, text
 from hvd_elastic.data import ShardDataset, load_index
 
 
@@ -137,6 +140,80 @@ no
     assert "error: byte.txt: 1 characters" in capsys.readouterr().err
 
 
+def test_a_storage_that_fails_for_a_while_costs_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "books", tmp_path / "out"
+    for name in ("a.txt", "b.txt"):
+        write(source / name, b"a line of text\n" * 9)
+
+    def fail(path: str) -> Any:
+        if path.endswith("b.txt"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return Path(path).open("rb")
+
+    words = ["--source", source, "--out", out, "--length", 8]
+    with monkeypatch.context() as patched:
+        patched.setattr(documents, "opened", fail)
+        assert call(patched, *words) == 1
+    assert f"{os.strerror(errno.ESTALE)}; that is no damage" in capsys.readouterr().err
+    assert call(monkeypatch, *words) == 0
+    assert not (out / "skipped.txt").exists()
+
+
+def test_damaged_text_is_named_where_hosts_have_shared_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "books", tmp_path / "out"
+    write(source / "byte.txt", 30 * b"a line of text\n" + b"caf\xe9\n")
+    write(source / "wide.txt", "wide".encode("utf-16"))
+    words = ["--source", source, "--out", out, "--length", 16]
+    assert call(monkeypatch, *words) == 0
+    made_from = load_index(out).made_from
+    del made_from["counts"]
+    skipped = (out / "skipped.txt").read_text()
+    assert [line.partition(":")[0] for line in skipped.splitlines()] == ["byte.txt", "wide.txt"]
+    for name in ("index.json", "skipped.txt"):
+        (out / name).unlink()
+    on_host = ["--on-host", out, frame.digest_of(made_from)]
+    assert call(monkeypatch, *words, *on_host) == 0
+    assert (out / "skipped.txt").read_text() == skipped
+
+
+def test_links_and_folders_that_cannot_be_read_are_not_left_out_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "books"
+    write(source / "a" / "a.txt", b"a line of text\n" * 9)
+    write(tmp_path / "elsewhere" / "b.txt", b"another line\n" * 9)
+    (source / "linked").symlink_to(tmp_path / "elsewhere")
+    (source / "c.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
+    (source / "gone.txt").symlink_to("nowhere")
+    os.mkfifo(source / "pipe.txt")
+    words = ["--source", source, "--length", 8, "--out"]
+    assert call(monkeypatch, *words, tmp_path / "out") == 0
+    assert "1 files are left out, which are no texts by their names: links to folders (1)" in (
+        capsys.readouterr().err
+    )
+    assert (tmp_path / "out" / "skipped.txt").read_text().splitlines() == [
+        "gone.txt: No such file or directory",
+        "pipe.txt: it is a named pipe, no file",
+    ]
+    assert b"another" in b"".join(
+        array.astype(np.uint8) for array in ShardDataset(tmp_path / "out")
+    )
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name == "a":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert call(monkeypatch, *words, tmp_path / "other") == 1
+    assert f"error: {source / 'a'}: Permission denied" in capsys.readouterr().err
+
+
 def test_shards_have_a_size_of_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,3 +259,29 @@ def test_a_tokenizer_is_trained_on_the_text(
     words += ["--out", tmp_path / "other", "--tokenizer", path, "--separator"]
     assert call(monkeypatch, *words, "<end>") == 1
     assert "has no token <end>; name the one that ends a document" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_size_or_text_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    source, out = tmp_path / "texts", tmp_path / "out"
+    write(source / "a.txt", b"the cat and the hat and the bat\n" * 50)
+    words = ["--source", source, "--length", 4, "--out", out, "--vocabulary"]
+    path = tmp_path / "out.tokenizer.json"
+    assert call(monkeypatch, *words, 262) == 0
+    before = path.read_bytes()
+    assert call(monkeypatch, *words, 262) == 0
+    assert call(monkeypatch, *words, 266) == 1
+    assert f"{path} was trained from 262 tokens, by an earlier call" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert call(monkeypatch, *words, 266, "--again") == 0
+    assert tokenizers.Tokenizer.from_file(str(path)).get_vocab_size() == 266
+    assert load_index(out).made_from["vocabulary"] == 266
+    shutil.rmtree(out)
+    write(source / "a.txt", b"one day in the park\n" * 50)
+    assert call(monkeypatch, *words, 266) == 1
+    assert "was trained from another text" in capsys.readouterr().err
+    path.with_name("out.tokenizer.made_from.json").unlink()
+    assert call(monkeypatch, *words, 266) == 1
+    assert "was trained from an unknown text" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""Processes that share work, and end with whoever gave it to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.paths import LIMIT_S
+from tests.waiting import until
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from hvd_elastic.data.processes import in_processes
+
+def work(folder):
+    Path(folder, "begun").touch()
+    Path(folder, "pipe").read_bytes()  # nobody writes to it
+
+if __name__ == "__main__":
+    try:
+        list(in_processes(work, [sys.argv[1]] * 2, 2))
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_does_not_wait_for_the_work_that_is_given_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, script, tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until((tmp_path / "begun").exists, process=process)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=LIMIT_S)  # ends when all its processes have
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 130, said
+    assert said == ""
