@@ -317,7 +317,7 @@ ALONE = """\
 exec 9>>{lock}
 flock --nonblock 9 || echo twice >> {ran}
 echo begun >> {ran}
-while [ ! -e {enough} ]; do sleep 1; done
+while [ ! -e {enough} ]; do sleep 0.1; done
 echo done >> {ran}
 """
 """A plain command that tells if another process of its job is still there."""
