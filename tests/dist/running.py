@@ -162,7 +162,8 @@ class RunningJob:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
-        for process in self._left_processes():
+        left = [*_our_processes(self.run_id), *(agent for _, agent in self._agents())]
+        for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
@@ -489,27 +490,28 @@ class RunningJob:
     def _left(self, hosts: list[str] | None) -> Iterator[Any]:
         cluster = self.stage.cluster
         for host in hosts or self.stage.hosts:
-            for pid in cluster.pids(host):
+            # Asked once, because it looks through all processes of this machine.
+            pids = cluster.pids(host)
+            for pid in pids:
                 with contextlib.suppress(psutil.Error):
                     process = psutil.Process(pid)
                     if process.name() not in self.stage.services:
                         yield host, process.cmdline()
             # Sockets in the abstract namespace are of a network namespace.
             if hosts is None or not cluster.loopback:
-                if f"hvd_elastic/{self.run_id}/" in _sockets(cluster.pids(host, system=True)):
+                if f"hvd_elastic/{self.run_id}/" in _sockets(
+                    pids or cluster.pids(host, system=True)
+                ):
                     yield host, f"socket of run {self.run_id}"
             if (spool := self.home / "spool" / self.run_id / host).exists():
                 yield spool
         if hosts is None:
-            yield from self._left_processes()
+            yield from _our_processes(self.run_id)  # agents are on the hosts
             if (self.home / "spool").exists():
                 yield self.home / "spool"
             if RunFolder(self._run_folder).leader_alive():
                 yield "the lock of the leader"
             yield from self.stage.temporary_entries() - self._temporary
-
-    def _left_processes(self) -> list[psutil.Process]:
-        return [*_our_processes(self.run_id), *(agent for _, agent in self._agents())]
 
 
 def _sockets(pids: Iterable[int]) -> str:

@@ -50,10 +50,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def start_sharded(stage: Stage, start_job: StartJob, style: str) -> Any:
     """Start the probe so that every rank writes a shard."""
 
-    def start(hosts: dict[str, int], *options: str) -> RunningJob:
+    def start(
+        hosts: dict[str, int], *options: str, script_options: tuple[str, ...] = ()
+    ) -> RunningJob:
         script = stage.folder / "sharded.py"
         script.write_text(SHARDED)
-        return start_job(hosts, *options, script=[sys.executable, str(script), *PROBES[style]])
+        command = [sys.executable, str(script), *PROBES[style], *script_options]
+        return start_job(hosts, *options, script=command)
 
     return start
 
@@ -213,11 +216,13 @@ def test_a_full_disk_costs_checkpoints_and_is_said_once(
     job.finish()
 
 
-def test_what_a_dead_leader_did_not_collect_is_put_together_by_the_next(
+def test_what_a_dead_leader_did_not_collect_is_put_together_by_the_next_at_another_size(
     stage: Stage, start_sharded: Any
 ) -> None:
-    a, b, *_ = stage.hosts
-    job = start_sharded({a: 1, b: 1}, "--checkpoint-copies", "1", "--leader-grace", "0")
+    a, b, c, _ = stage.hosts
+    options = ("--checkpoint-copies", "1", "--leader-grace", "0")
+    # The processes that read for a worker have temporary folders and sockets of their own.
+    job = start_sharded({a: 1, b: 1}, *options, script_options=("--num-workers", "1"))
     job.wait_for(lambda: [e for e in job.kinds("checkpoint") if e["shards"] == 2], "a checkpoint")
     job.wait_for(
         lambda: all(len({s.index for s in find_shards(spool_of(job, h))}) == 2 for h in (a, b)),
@@ -232,10 +237,13 @@ def test_what_a_dead_leader_did_not_collect_is_put_together_by_the_next(
     subprocess.run(["rm", "-rf", str(spool_of(job, b))], check=True)
     held = {shard.step for shard in find_shards(spool_of(job, a)) if shard.index == 1}
     since = job.mark()
+    job.use({c: 1, a: 1, b: 1})
     job.resume()
     restored = job.wait_event("restored", since)
     assert restored["step"] in held
-    job.wait_size(2, since)
+    job.wait_size(3, since)
+    assert [worker.host for worker in job.workers()] == [a, b, c]
+    job.wait_steps(5)
     job.finish()
 
 

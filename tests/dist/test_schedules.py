@@ -10,20 +10,32 @@ from tests.dist.conftest import EVERY_STYLE, current_job
 from tests.dist.running import RunningJob, Stage
 from tests.dist.schedules import Act, make_schedule
 from tests.paths import ALL
+from tests.unit.data.shards import write_numbers
 
 SCHEDULES = int(os.environ.get("HVD_ELASTIC_TEST_SCHEDULES", "10" if ALL else "1"))
 """More make a soak: HVD_ELASTIC_TEST_SCHEDULES=500 make test ARGS=tests/dist/test_schedules.py"""
-FIRST_SEED = int(os.environ.get("HVD_ELASTIC_TEST_FIRST_SEED", "0"))
+# Hosts join, leave and crash in schedule 3, and workers are killed while others are starting.
+FIRST_SEED = int(os.environ.get("HVD_ELASTIC_TEST_FIRST_SEED", "3"))
 SCHEDULES_IN_A_RUN = 5
 """Starting a run takes longer than a schedule, so several are played on one, one after another."""
 
 pytestmark = pytest.mark.dist
 
 
+@pytest.fixture(scope="module")
+def shards(stage: Stage) -> str:
+    return str(write_numbers(stage.folder / "scheduled", [25, 40, 0, 31, 17, 37], width=8))
+
+
 @pytest.fixture
-def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> RunningJob:
-    """A job that is on its way to one process on each of the first two hosts."""
-    return current_job(stage, shared_jobs, dict.fromkeys(stage.hosts[:2], 1), style=style)
+def job(stage: Stage, shared_jobs: list[RunningJob], style: str, shards: str) -> RunningJob:
+    """A job that is on its way to one process on each of the first two hosts.
+
+    With PyTorch it reads shards, and its batch adapts.
+    """
+    reads = ("--shards", shards, "--max-batch-size", "48") if style == "torch" else ()
+    hosts = dict.fromkeys(stage.hosts[:2], 1)
+    return current_job(stage, shared_jobs, hosts, style=style, script_options=reads)
 
 
 def play(stage: Stage, job: RunningJob, act: Act) -> None:

@@ -15,17 +15,15 @@ from tests.unit.data.shards import write_numbers
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("place", ["folder", pytest.param("url", marks=COSTLY)])
-def test_every_example_of_the_shards_is_used_once_through_rescales_and_a_kill(
-    stage: Stage, start_job: StartJob, place: str
+@COSTLY
+def test_every_example_behind_a_url_is_used_once_through_rescales_and_a_kill(
+    stage: Stage, start_job: StartJob
 ) -> None:
-    """The batch adapts."""
+    """The batch adapts. Shards in a folder are read in the schedules."""
     a, b, c, _ = stage.hosts
     shards: Path = write_numbers(stage.folder / "shards", [25, 40, 0, 31, 17, 37], width=8)
-    where = [str(shards)]
-    if place == "url":
-        where = [shards.as_uri(), "--cache", str(stage.folder / "cache")]
-    options = ("--shards", *where, "--max-batch-size", "48")
+    cache = str(stage.folder / "cache")
+    options = ("--shards", shards.as_uri(), "--cache", cache, "--max-batch-size", "48")
     job = start_job({a: 1, b: 1}, script_options=options)
     job.wait_size(2)
 
