@@ -25,7 +25,6 @@ from hvd_elastic.records.json_lines import Follower, Record, decode_record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual import VirtualCluster
 
-LOCALHOST = "localhost"
 CLEAN_S = 15.0
 """Time after the end of a run by which nothing of it may be left on any host."""
 
@@ -77,30 +76,29 @@ class Ground:
         hosts: all hosts that a hostfile may name.
         scratch: folder that this machine and all hosts see.
         data: folder of the data set, inside ``scratch``.
-        cluster: virtual hosts; None: this machine alone.
+        cluster: the virtual hosts.
     """
 
     hosts: tuple[str, ...]
     scratch: Path
     data: Path
-    cluster: VirtualCluster | None = None
+    cluster: VirtualCluster
 
     @property
     def namespaces(self) -> bool:
         """Whether links can be cut and disks can be filled."""
-        return self.cluster is not None and not self.cluster.loopback
+        return not self.cluster.loopback
 
-    def description(self, slots: int) -> str:
-        """Return a description of the hosts; ``slots``: slots if it is this machine alone."""
-        if self.cluster is None:
-            return f"{slots} slots of this machine"
+    @property
+    def description(self) -> str:
+        """How many hosts of which kind these are."""
         kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
         return f"{len(self.hosts)} virtual hosts ({kind})"
 
     def temporary_entries(self) -> set[tuple[str, str]]:
         """Return (host, name) of what is in the /tmp of hosts that have one of their own."""
         found: set[tuple[str, str]] = set()
-        if self.cluster is not None and self.namespaces:
+        if self.namespaces:
             for host in self.hosts:
                 folder = self.cluster.folder / "hosts" / host / "tmp"
                 # PyTorch caches compiled code there, for all later processes of the user.
@@ -156,10 +154,7 @@ class SoakJob:
             *("--min-np", str(MIN_NP), "--checkpoint-every", str(_CHECKPOINT_EVERY_S)),
             *("--keep-checkpoints", str(_KEEP_CHECKPOINTS)),
             *("--failure-timeout", str(failure_timeout_s)),
-        ]
-        if ground.cluster is not None:
-            self._run += ["--ssh-config", str(ground.cluster.ssh_config)]
-        self._run += [
+            *("--ssh-config", str(ground.cluster.ssh_config)),
             *("--", sys.executable, str(ROOT / "benchmarks/soak/train.py")),
             *("--data", str(ground.data), "--records", str(self._records_folder)),
             *("--until", str(self._until), "--step-time", str(step_time_s)),
@@ -321,15 +316,9 @@ class SoakJob:
         return found
 
     def _pids_on_hosts(self) -> Iterator[tuple[str, int]]:
-        cluster = self.ground.cluster
-        if cluster is not None:
-            for host in self.ground.hosts:
-                for pid in sorted(cluster.pids(host)):
-                    yield host, pid
-        elif self.process is not None:
-            with contextlib.suppress(psutil.Error):
-                for child in psutil.Process(self.process.pid).children(recursive=True):
-                    yield LOCALHOST, child.pid
+        for host in self.ground.hosts:
+            for pid in sorted(self.ground.cluster.pids(host)):
+                yield host, pid
 
     # -- after the end ---------------------------------------------------------------------
 
@@ -345,17 +334,16 @@ class SoakJob:
         for process in processes_of(self.run_id):
             with contextlib.suppress(psutil.Error):
                 yield f"process {process.pid}: {' '.join(process.cmdline()[:6])}"
-        if cluster is not None:
-            for host, pid in self._pids_on_hosts():
-                with contextlib.suppress(psutil.Error):
-                    process = psutil.Process(pid)
-                    yield f"{host}: process {pid}: {' '.join(process.cmdline()[:6])}"
-            for host in self.ground.hosts:
-                # Abstract unix sockets are listed per network namespace.
-                for pid in sorted(cluster.pids(host, system=True))[:1]:
-                    table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
-                    if f"hvd_elastic/{self.run_id}/" in table:
-                        yield f"{host}: a socket of the run"
+        for host, pid in self._pids_on_hosts():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                yield f"{host}: process {pid}: {' '.join(process.cmdline()[:6])}"
+        for host in self.ground.hosts:
+            # Abstract unix sockets are listed per network namespace.
+            for pid in sorted(cluster.pids(host, system=True))[:1]:
+                table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
+                if f"hvd_elastic/{self.run_id}/" in table:
+                    yield f"{host}: a socket of the run"
         spool = self.home / "spool" / self.run_id
         if spool.exists():
             inside = [*spool.rglob("*")]
