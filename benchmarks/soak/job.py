@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import shutil
 import signal
@@ -20,6 +19,13 @@ from typing_extensions import Self
 from benchmarks.soak.records import RecordFolder
 from benchmarks.soak.schedule import MIN_NP
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_hostfile
+from benchmarks.testbed.run_processes import (
+    agents_on,
+    left_on_host,
+    processes_of,
+    temporary_entries,
+    workers_of,
+)
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import Follower, Record, decode_record
 from hvd_elastic.records.run_folder import RunFolder
@@ -28,7 +34,6 @@ from hvd_elastic.virtual import VirtualCluster
 CLEAN_S = 15.0
 """Time after the end of a run by which nothing of it may be left on any host."""
 
-_AGENT = "hvd_elastic.agent.agent"
 _CHECKPOINT_EVERY_S = 2.0
 _KEEP_CHECKPOINTS = 4
 _POLL_S = 0.05
@@ -95,17 +100,6 @@ class Ground:
         kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
         return f"{len(self.hosts)} virtual hosts ({kind})"
 
-    def temporary_entries(self) -> set[tuple[str, str]]:
-        """Return (host, name) of what is in the /tmp of hosts that have one of their own."""
-        found: set[tuple[str, str]] = set()
-        if self.namespaces:
-            for host in self.hosts:
-                folder = self.cluster.folder / "hosts" / host / "tmp"
-                # PyTorch caches compiled code there, for all later processes of the user.
-                kept = {f"torchinductor_{getpass.getuser()}"}
-                found |= {(host, path.name) for path in folder.iterdir() if path.name not in kept}
-        return found
-
 
 class SoakJob:
     """``hvd-elastic run`` with the soak's training script.
@@ -148,7 +142,7 @@ class SoakJob:
         self.records = RecordFolder(self._records_folder)
         self.chronicle = self.records.chronicle
         self._follower = Follower(self.folder.events, decode_record)
-        self._temporary = ground.temporary_entries()
+        self._temporary = temporary_entries(ground.cluster)
         self._run = [
             *("--run-id", run_id, "--hostfile", str(self.hostfile), "--audit"),
             *("--min-np", str(MIN_NP), "--checkpoint-every", str(_CHECKPOINT_EVERY_S)),
@@ -285,16 +279,12 @@ class SoakJob:
                 leader = psutil.Process(self.process.pid)
                 found.append(Target("leader", "", "", 0, leader.pid, leader.create_time()))
         found += self._agents()
-        for process in processes_of(self.run_id):
-            with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):
-                environment = process.environ()
-                # Children of a worker have the same variables, but only it is a session leader.
-                if os.getsid(process.pid) == process.pid:
-                    host = environment["HVD_ELASTIC_HOST"]
-                    name = environment["HVD_ELASTIC_WORKER"]
-                    slot = int(environment["HVD_ELASTIC_LOCAL_RANK"])
-                    born = process.create_time()
-                    found.append(Target("worker", host, name, slot, process.pid, born))
+        for worker in workers_of(self.run_id):
+            with contextlib.suppress(psutil.Error):
+                born = psutil.Process(worker.pid).create_time()
+                found.append(
+                    Target("worker", worker.host, worker.name, worker.slot, worker.pid, born)
+                )
         return found
 
     def workers(self, host: str | None = None) -> list[Target]:
@@ -307,18 +297,11 @@ class SoakJob:
 
     def _agents(self) -> list[Target]:
         found = []
-        for host, pid in self._pids_on_hosts():
+        for host, process in agents_on(self.ground.cluster, self.ground.hosts):
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                # sshd starts it through a shell, whose command line contains the same words.
-                if _AGENT in process.cmdline() and "python" in process.name():
-                    found.append(Target("agent", host, "", 0, pid, process.create_time()))
+                born = process.create_time()
+                found.append(Target("agent", host, "", 0, process.pid, born))
         return found
-
-    def _pids_on_hosts(self) -> Iterator[tuple[str, int]]:
-        for host in self.ground.hosts:
-            for pid in sorted(self.ground.cluster.pids(host)):
-                yield host, pid
 
     # -- after the end ---------------------------------------------------------------------
 
@@ -330,20 +313,11 @@ class SoakJob:
         return left
 
     def _left(self) -> Iterator[str]:
-        cluster = self.ground.cluster
         for process in processes_of(self.run_id):
             with contextlib.suppress(psutil.Error):
                 yield f"process {process.pid}: {' '.join(process.cmdline()[:6])}"
-        for host, pid in self._pids_on_hosts():
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                yield f"{host}: process {pid}: {' '.join(process.cmdline()[:6])}"
         for host in self.ground.hosts:
-            # Abstract unix sockets are listed per network namespace.
-            for pid in sorted(cluster.pids(host, system=True))[:1]:
-                table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
-                if f"hvd_elastic/{self.run_id}/" in table:
-                    yield f"{host}: a socket of the run"
+            yield from left_on_host(self.ground.cluster, host, self.run_id)
         spool = self.home / "spool" / self.run_id
         if spool.exists():
             inside = [*spool.rglob("*")]
@@ -355,7 +329,7 @@ class SoakJob:
                     yield f"spool: {path.relative_to(spool)}"
         if self.folder.leader_alive():
             yield "the lock of the leader"
-        for host, name in sorted(self.ground.temporary_entries() - self._temporary):
+        for host, name in sorted(temporary_entries(self.ground.cluster) - self._temporary):
             yield f"{host}: /tmp/{name}"
 
     def keep(self, folder: Path) -> None:
@@ -384,12 +358,3 @@ def checked_end(job: SoakJob, timeout_s: float) -> str:
     if status != 0:
         return f"the run ended with status {status}:\n{job.output_tail()}"
     return ""
-
-
-def processes_of(run_id: str) -> Iterator[psutil.Process]:
-    """Yield the living processes of a run on this machine and its virtual hosts."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("HVD_ELASTIC_RUN_ID") == run_id:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
