@@ -96,13 +96,15 @@ def left_on_host(
         services: names of processes that belong there.
         sockets: whether to look for sockets, which all hosts of the loopback network share.
     """
-    for pid in sorted(cluster.pids(host)):
+    # Asked once, because it looks through all processes of this machine.
+    pids = cluster.pids(host)
+    for pid in pids:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.name() not in services:
                 yield f"{host}: process {pid}: {' '.join(process.cmdline())}"
     # Abstract unix sockets are listed per network namespace.
-    if sockets and f"hvd_elastic/{run_id}/" in _sockets(cluster.pids(host, system=True)):
+    if sockets and f"hvd_elastic/{run_id}/" in _sockets(pids or cluster.pids(host, system=True)):
         yield f"{host}: a socket of run {run_id}"
 
 

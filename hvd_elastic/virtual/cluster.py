@@ -51,6 +51,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
     def __init__(self, name: str) -> None:
         self.name = name
         self.folder = cluster_folder(name)
+        self._backends: dict[str, Loopback | Namespaces] = {}
 
     # ---- create and find
 
@@ -366,7 +367,10 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
     # ---- private
 
     def _backend(self, state: ClusterState) -> Loopback | Namespaces:
-        return _BACKENDS[state.backend](self.folder)
+        # Kept because finding the hosts' first processes takes long.
+        if state.backend not in self._backends:
+            self._backends[state.backend] = _BACKENDS[state.backend](self.folder)
+        return self._backends[state.backend]
 
     def _boot_new(self, before: ClusterState, indices: Iterable[int]) -> list[str]:
         """Create and start hosts; the state file lists them once they answer."""

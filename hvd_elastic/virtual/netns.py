@@ -95,6 +95,7 @@ class Namespaces:
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
         self.folder = folder
+        self._first_processes: dict[str, Process] = {}
 
     # ---- the whole cluster
 
@@ -321,9 +322,13 @@ class Namespaces:
 
     def _first_process(self, host: str) -> Process | None:
         """Return the process that is PID 1 on the host; None if the host is off."""
+        known = self._first_processes.get(host)
+        if known is not None and is_alive(known):
+            return known
         for process in marked_processes(self.folder, host):
             chain = _pid_chain(process.pid)
             if len(chain) > 1 and chain[-1] == 1:
+                self._first_processes[host] = process
                 return process
         return None
 

@@ -145,7 +145,8 @@ class RunningJob:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
-        for process in self._left_processes():
+        left = [*processes_of(self.run_id), *(agent for _, agent in self._agents())]
+        for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
@@ -470,15 +471,12 @@ class RunningJob:
             if (spool := self.home / "spool" / self.run_id / host).exists():
                 yield spool
         if hosts is None:
-            yield from self._left_processes()
+            yield from processes_of(self.run_id)  # agents are on the hosts
             if (self.home / "spool").exists():
                 yield self.home / "spool"
             if RunFolder(self._run_folder).leader_alive():
                 yield "the lock of the leader"
             yield from self.stage.temporary_entries() - self._temporary
-
-    def _left_processes(self) -> list[psutil.Process]:
-        return [*processes_of(self.run_id), *(agent for _, agent in self._agents())]
 
 
 def _is_left_on_purpose(left: Any) -> bool:

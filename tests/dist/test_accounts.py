@@ -194,7 +194,7 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     lab.place.chmod(0o700)
     lab.up()
     cluster = ("--cluster", lab.place)  # later commands know it
-    waits = f"while [ ! -e {lab.folder}/go ]; do sleep 0.1; done"
+    waits = f"while [ ! -e {lab.folder}/go ]; do sleep 1; done"
 
     def submit(user: str) -> int:
         lab.as_user(user, "sh", "-c", f"umask 077; echo file-of-{user} > private")
@@ -319,7 +319,7 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
         return int(found[-1]["size"]) if found else 0
 
     until(lambda: size() == 2, "it trains on both hosts")
-    line = f"while [ ! -e {end} ]; do sleep 0.1; done"
+    line = f"while [ ! -e {end} ]; do sleep 1; done"
     other = lab.submit(dan, "--plain", "--", "sh", "-c", line)
     until(lambda: size() == 1 and other in running(), "it gives one of them up")
     end.touch()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import (
@@ -28,7 +27,6 @@ from tests.dist.jobs import (
 )
 from tests.paths import ALL, COSTLY
 from tests.small_disk import mounted
-from tests.unit.checkpoint.test_files import spooled
 
 pytestmark = pytest.mark.dist
 
@@ -55,97 +53,6 @@ def refused(done: subprocess.CompletedProcess[str], status: int, *words: str) ->
     assert "Traceback" not in done.stderr + done.stdout
     for word in words:
         assert word in done.stderr
-
-
-def no_run(home: Path) -> None:
-    runs = home / "runs"
-    assert not runs.exists() or not list(runs.iterdir())
-
-
-# ---- before any host is touched
-
-
-def test_missing_hostfile(home: Path, script: Path) -> None:
-    done = call("run", "-H", home / "nohosts", "--", sys.executable, script, home=home)
-    refused(done, 1, str(home / "nohosts"), "does not exist", "slots=8")
-    no_run(home)
-
-
-def test_hostfile_that_names_no_host(home: Path, script: Path) -> None:
-    hostfile = home / "hosts"
-    hostfile.write_text("# none yet\n\n")
-    done = call("run", "-H", hostfile, "--", sys.executable, script, home=home)
-    refused(done, 1, str(hostfile), "names no host", "slots=8")
-    no_run(home)
-
-
-def test_hostfile_with_a_line_that_cannot_be_read(home: Path, script: Path) -> None:
-    hostfile = home / "hosts"
-    hostfile.write_text("node1 slots=2\nnode2 slots=many\n")
-    done = call("run", "-H", hostfile, "--", sys.executable, script, home=home)
-    refused(done, 1, f"{hostfile}, line 2", "node2 slots=many", "slots=8")
-    no_run(home)
-
-
-def test_script_that_does_not_exist(home: Path) -> None:
-    done = call("run", "--", sys.executable, "trian.py", home=home)
-    refused(done, 2, "trian.py does not exist", str(home))
-    no_run(home)
-
-
-def test_command_that_does_not_exist(home: Path) -> None:
-    done = call("run", "--", "pyhton", "train.py", home=home)
-    refused(done, 2, "'pyhton' is not on PATH", "after --, for example: -- python train.py")
-    no_run(home)
-
-
-def test_a_script_without_python_before_it(home: Path, script: Path) -> None:
-    done = call("run", "--", script, "--lr", 0.1, home=home)
-    refused(done, 2, f"{script} is no executable file", f"-- python {script} --lr 0.1")
-    no_run(home)
-
-
-def test_min_np_above_the_slots(home: Path, script: Path) -> None:
-    hostfile = hostfile_of(home / "hosts", ["a", "b"], slots=2)
-    done = call("run", "-H", hostfile, "--min-np", 5, "--", sys.executable, script, home=home)
-    refused(done, 2, "--min-np 5 is above the 4 slots", str(hostfile), "add hosts or slots")
-    no_run(home)
-
-
-def test_run_id_in_use(home: Path, script: Path) -> None:
-    (home / "runs" / "taken").mkdir(parents=True)
-    done = call("run", "--run-id", "taken", "--", sys.executable, script, home=home)
-    refused(done, 1, "'taken' is in use", "another --run-id", "hvd-elastic run --resume taken")
-    assert not list((home / "runs" / "taken").iterdir())
-
-
-@pytest.mark.parametrize("place", ["below a file", "not writable"])
-def test_unwritable_checkpoint_folder(home: Path, script: Path, place: str) -> None:
-    if place == "below a file":
-        (home / "file").write_text("")
-        folder = home / "file" / "checkpoints"
-    else:
-        # The kernel's own folders are closed to root as well.
-        folder = Path("/proc/checkpoints")
-    options = ["--run-id", "job", "--checkpoint-dir", folder]
-    done = call("run", *options, "--", sys.executable, script, home=home)
-    refused(
-        done,
-        1,
-        f"checkpoints cannot be written to {folder}",
-        "a folder that this user can make and write",
-    )
-    no_run(home)  # so that the same command with another folder is not told "in use"
-
-
-def test_a_checkpoint_folder_of_another_run(home: Path, script: Path) -> None:
-    folder = home / "checkpoints"
-    complete_checkpoint(folder, [spooled(folder, 20, 0, 1, run="other")], keep=1)
-    held = sorted(folder.iterdir())
-    done = call("run", "--checkpoint-dir", folder, "--", sys.executable, script, home=home)
-    refused(done, 1, f"{folder} holds a checkpoint of run other", "run --resume other")
-    no_run(home)
-    assert sorted(folder.iterdir()) == held
 
 
 # ---- hosts

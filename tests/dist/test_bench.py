@@ -65,25 +65,6 @@ def test_each_size_is_measured_in_one_run(stage: Stage, framework: str) -> None:
     assert again.stdout.count("within the noise") == 3
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--np", "99"], "--np 99: hosts has 4 slots in all"),
-        (["--np", "1,x"], "--np takes a whole number of 1 or more, not 'x'"),
-        (["--emulate-device", "5"], "takes two times in ms"),
-        (["--out", "r.pdf"], "has to end in .json, .csv, .html, .png"),
-        (["--model", "vgg"], "it is resnet50 or gpt2"),
-    ],
-)
-def test_wrong_usage_is_told_before_anything_starts(
-    stage: Stage, tmp_path: Path, words: list[str], message: str
-) -> None:
-    done = bench(stage, tmp_path, "synthetic", "-H", "hosts", *words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert not (tmp_path / "home" / "runs").exists()
-
-
 def test_a_model_that_fails_is_told(stage: Stage, tmp_path: Path) -> None:
     words = ["-H", "hosts", "--np", "1", "--model", "bench_models:no_such_net"]
     done = bench(stage, tmp_path, "synthetic", *words)
@@ -111,19 +92,3 @@ def test_sums_of_all_sizes_are_timed(stage: Stage, tmp_path: Path) -> None:
     for each in found["sums"]:
         # of two ranks each sends and receives as much as the tensor has
         assert each["bus_bandwidth"] == pytest.approx(each["size"] / each["seconds"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--np", "1"], "a sum needs two slots or more"),
-        (["--np", "5"], "hosts has 4 slots in all"),
-        (["--max", "64"], "takes a size from 1KB to 16GB"),
-    ],
-)
-def test_sums_that_cannot_be_timed(
-    stage: Stage, tmp_path: Path, words: list[str], message: str
-) -> None:
-    done = bench(stage, tmp_path, "allreduce", "-H", "hosts", *words)
-    assert done.returncode == 2
-    assert message in done.stderr

@@ -64,38 +64,6 @@ def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
 
 
 @EVERY_STYLE
-def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
-    stage: Stage, job: RunningJob
-) -> None:
-    _, b, *_ = stage.hosts
-
-    def template() -> int | None:
-        names = {pid: read(pid, "comm").strip().decode() for pid in stage.cluster.pids(b)}
-        return next((pid for pid, name in names.items() if name == TITLE), None)
-
-    def arguments_at(pid: int) -> bytes:
-        """Address of the arguments, which a fork inherits, and each new program has another."""
-        return read(pid, "stat").rpartition(b")")[2].split()[45]
-
-    # It imports at a low priority: beside busy processes that takes minutes.
-    pid = job.wait_for(template, "a template", 900)
-    arguments = arguments_at(pid)
-    killed = job.worker(b)
-    shown = command_line(killed.pid)
-    since, before = job.mark(), job.step
-    killed.kill()
-    refill(job, since, killed)
-    folder = job.home / "runs" / job.run_id / "logs"  # a worker that is silent has no log
-    logs = "".join(log.read_text() for log in folder.glob("*"))
-    assert "without a template" not in logs
-    assert "absl::InitializeLog" not in logs
-    replaced = job.worker(b)
-    assert arguments_at(replaced.pid) == arguments
-    assert command_line(replaced.pid) == shown
-    check_went_on_from_live_state(job, since, before)
-
-
-@EVERY_STYLE
 @COSTLY
 def test_kill_9_of_the_worker_of_rank_0(job: RunningJob) -> None:
     killed = job.worker_of_rank(0)
@@ -159,6 +127,38 @@ def test_kill_9_of_all_workers_goes_back_to_the_checkpoint(job: RunningJob) -> N
     job.wait_steps(5)
     assert not {*workers} & {*job.workers()}
     assert job.check_audit().voided_steps > 0 or restored["step"] == newest
+
+
+@EVERY_STYLE
+def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
+    stage: Stage, job: RunningJob
+) -> None:
+    _, b, *_ = stage.hosts
+
+    def template() -> int | None:
+        names = {pid: read(pid, "comm").strip().decode() for pid in stage.cluster.pids(b)}
+        return next((pid for pid, name in names.items() if name == TITLE), None)
+
+    def arguments_at(pid: int) -> bytes:
+        """Address of the arguments, which a fork inherits, and each new program has another."""
+        return read(pid, "stat").rpartition(b")")[2].split()[45]
+
+    # It imports at a low priority: beside busy processes that takes minutes.
+    pid = job.wait_for(template, "a template", 900)
+    arguments = arguments_at(pid)
+    killed = job.worker(b)
+    shown = command_line(killed.pid)
+    since, before = job.mark(), job.step
+    killed.kill()
+    refill(job, since, killed)
+    folder = job.home / "runs" / job.run_id / "logs"  # a worker that is silent has no log
+    logs = "".join(log.read_text() for log in folder.glob("*"))
+    assert "without a template" not in logs
+    assert "absl::InitializeLog" not in logs
+    replaced = job.worker(b)
+    assert arguments_at(replaced.pid) == arguments
+    assert command_line(replaced.pid) == shown
+    check_went_on_from_live_state(job, since, before)
 
 
 @EVERY_STYLE

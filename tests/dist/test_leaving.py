@@ -98,18 +98,6 @@ def test_scale_takes_processes_away_and_brings_them_back(stage: Stage, job: Runn
 
 
 @EVERY_STYLE
-def test_all_hosts_are_replaced_by_others_in_one_edit(stage: Stage, job: RunningJob) -> None:
-    a, b, c, d = stage.hosts
-    since = job.mark()
-    job.use({c: 1, d: 1})
-    job.wait_for(lambda: worker_hosts(job) == [c, d] and job.size() == 2, "others have taken over")
-    job.wait_steps(10)
-    check_steps_never_fall(job, since)
-    assert {event["cause"] for event in job.kinds("worker_left", since)} == {"left"}
-    job.check_nothing_left([a, b])
-
-
-@EVERY_STYLE
 def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: RunningJob) -> None:
     before, since = job.workers(), job.mark()
     new = job.hostfile.with_suffix(".new")
@@ -124,7 +112,17 @@ def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: Runni
 
 
 @EVERY_STYLE
-def test_the_run_that_was_changed_all_the_time_ends_well(job: RunningJob) -> None:
+def test_all_hosts_are_replaced_in_one_edit_and_the_run_ends_well(
+    stage: Stage, job: RunningJob
+) -> None:
+    a, b, c, d = stage.hosts
+    since = job.mark()
+    job.use({c: 1, d: 1})
+    job.wait_for(lambda: worker_hosts(job) == [c, d] and job.size() == 2, "others have taken over")
+    job.wait_steps(10)
+    check_steps_never_fall(job, since)
+    assert {event["cause"] for event in job.kinds("worker_left", since)} == {"left"}
+    job.check_nothing_left([a, b])
     audit = job.finish()
     assert audit.complete_epochs == len(audit.epochs) > 3
 

@@ -184,9 +184,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
 def bed(made: Bed) -> Iterator[Bed]:
     yield made
     for host in made.hosts:
-        if made.cluster.status(host) == "off":
+        status = made.cluster.status(host)
+        if status == "off":
             made.cluster.boot(host)
-        elif made.cluster.status(host) == "cut":
+        elif status == "cut":
             made.cluster.heal(host)
     made.wait_idle()
     for number in range(HOSTS):

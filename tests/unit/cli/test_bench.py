@@ -1,4 +1,4 @@
-"""``hvd-elastic bench input``, on a script of its own."""
+"""``hvd-elastic bench input`` on a script of its own, and what ``bench`` refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from hvd_elastic.cli.app import main
 from tests.paths import LIMIT_S, ROOT, WORKER_PYTHONPATH
 
 SCRIPT = """
@@ -73,3 +76,34 @@ def test_a_script_that_reads_nothing_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ended with status 0 before it had read batches" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["synthetic", "--np", "99"], "--np 99: hosts has 4 slots in all"),
+        (["synthetic", "--np", "1,x"], "--np takes a whole number of 1 or more, not 'x'"),
+        (["synthetic", "--emulate-device", "5"], "takes two times in ms"),
+        (["synthetic", "--out", "r.pdf"], "has to end in .json, .csv, .html, .png"),
+        (["synthetic", "--model", "vgg"], "it is resnet50 or gpt2"),
+        (["allreduce", "--np", "1"], "a sum needs two slots or more"),
+        (["allreduce", "--np", "5"], "hosts has 4 slots in all"),
+        (["allreduce", "--max", "64"], "takes a size from 1KB to 16GB"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    (tmp_path / "hosts").write_text("n[1-4] slots=1\n")
+    what, *options = words
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", what, "-H", "hosts", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "home" / "runs").exists()

@@ -12,6 +12,7 @@ import pytest
 
 from hvd_elastic.agent.preemption.clouds import CLOUDS
 from hvd_elastic.agent.spool import Spool
+from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.options import hostfile_of
 from hvd_elastic.cli.runs import run_options
@@ -21,6 +22,7 @@ from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from tests.unit.checkpoint.test_files import spooled
 from tests.unit.records.made_events import write
 from tests.waiting import until
 
@@ -58,6 +60,114 @@ def test_options_say_what_they_take(
     assert status == 2
     assert message.startswith(f"error: {wanted}")
     assert message.count("\n") == 1
+
+
+def check_refused(
+    capsys: pytest.CaptureFixture[str], *arguments: object, status: int, says: list[str]
+) -> None:
+    """Call it; it says what is wrong, where, and what to do, and leaves no run."""
+    found, message = call(*map(str, arguments), capsys=capsys)
+    assert found == status, message
+    assert message.startswith("error: ")
+    for words in says:
+        assert words in message
+    runs = Path(os.environ["HVD_ELASTIC_HOME"], "runs")
+    assert not runs.exists() or not list(runs.iterdir())
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.py"
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, ["hosts does not exist", "slots=8"]),
+        ("# none yet\n\n", ["hosts", "names no host", "slots=8"]),
+        ("node1 slots=2\nnode2 slots=many\n", ["hosts, line 2", "node2 slots=many", "slots=8"]),
+    ],
+)
+def test_a_hostfile_without_hosts_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    script: Path,
+    text: str | None,
+    says: list[str],
+) -> None:
+    hostfile = tmp_path / "hosts"
+    if text is not None:
+        hostfile.write_text(text)
+    command = ("-H", hostfile, "--", sys.executable, script)
+    check_refused(capsys, *command, status=1, says=[str(hostfile), *says])
+
+
+def test_a_command_that_cannot_be_run_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    says = ["trian.py does not exist", str(tmp_path)]
+    check_refused(capsys, "--", sys.executable, "trian.py", status=2, says=says)
+    says = ["'pyhton' is not on PATH", "after --, for example: -- python train.py"]
+    check_refused(capsys, "--", "pyhton", "train.py", status=2, says=says)
+    says = [f"{script} is no executable file", f"-- python {script} --lr 0.1"]
+    check_refused(capsys, "--", script, "--lr", 0.1, status=2, says=says)
+
+
+def test_min_np_above_the_slots_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\nb slots=2\n")
+    says = ["--min-np 5 is above the 4 slots", str(hostfile), "add hosts or slots"]
+    command = ("-H", hostfile, "--min-np", 5, "--", sys.executable, script)
+    check_refused(capsys, *command, status=2, says=says)
+
+
+def test_a_run_id_in_use_is_refused(capsys: pytest.CaptureFixture[str], script: Path) -> None:
+    taken = Path(os.environ["HVD_ELASTIC_HOME"], "runs", "taken")
+    taken.mkdir(parents=True)
+    command = ("--run-id", "taken", "--", sys.executable, str(script))
+    status, message = call(*command, capsys=capsys)
+    assert status == 1
+    assert message.startswith("error: ")
+    for words in ("'taken' is in use", "another --run-id", "hvd-elastic run --resume taken"):
+        assert words in message
+    assert not list(taken.iterdir())
+
+
+@pytest.mark.parametrize("place", ["below a file", "not writable"])
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Path, place: str
+) -> None:
+    """No run is left, so that the same command with another folder is not told "in use"."""
+    if place == "below a file":
+        (tmp_path / "file").write_text("")
+        folder = tmp_path / "file" / "checkpoints"
+    else:
+        # The kernel's own folders are closed to root as well.
+        folder = Path("/proc/checkpoints")
+    says = [f"checkpoints cannot be written to {folder}"]
+    says += ["a folder that this user can make and write"]
+    options = ("--run-id", "job", "--checkpoint-dir", folder)
+    check_refused(capsys, *options, "--", sys.executable, script, status=1, says=says)
+
+
+def test_a_checkpoint_folder_of_another_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    complete_checkpoint(folder, [spooled(folder, 20, 0, 1, run="other")], keep=1)
+    held = sorted(folder.iterdir())
+    says = [f"{folder} holds a checkpoint of run other", "run --resume other"]
+    options = ("--checkpoint-dir", folder)
+    check_refused(capsys, *options, "--", sys.executable, script, status=1, says=says)
+    assert sorted(folder.iterdir()) == held
 
 
 def test_the_help_names_each_cloud() -> None:
