@@ -278,13 +278,11 @@ class SoakJob:
             with contextlib.suppress(psutil.Error):
                 leader = psutil.Process(self.process.pid)
                 found.append(Target("leader", "", "", 0, leader.pid, leader.create_time()))
-        found += self._agents()
+        found += self.agents()
         for worker in workers_of(self.run_id):
             with contextlib.suppress(psutil.Error):
                 born = psutil.Process(worker.pid).create_time()
-                found.append(
-                    Target("worker", worker.host, worker.name, worker.slot, worker.pid, born)
-                )
+                found.append(Target("worker", **vars(worker), born=born))
         return found
 
     def workers(self, host: str | None = None) -> list[Target]:
@@ -293,14 +291,11 @@ class SoakJob:
 
     def agents(self, host: str | None = None) -> list[Target]:
         """Return the agents of one host or of all."""
-        return [t for t in self._agents() if host in (None, t.host)]
-
-    def _agents(self) -> list[Target]:
+        hosts = self.ground.hosts if host is None else [host]
         found = []
-        for host, process in agents_on(self.ground.cluster, self.ground.hosts):
+        for where, process in agents_on(self.ground.cluster, hosts):
             with contextlib.suppress(psutil.Error):
-                born = process.create_time()
-                found.append(Target("agent", host, "", 0, process.pid, born))
+                found.append(Target("agent", where, "", 0, process.pid, process.create_time()))
         return found
 
     # -- after the end ---------------------------------------------------------------------

@@ -19,14 +19,7 @@ _AGENT = "hvd_elastic.agent.agent"
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """One worker, as seen from this machine.
-
-    Attributes:
-        host: host that it runs on.
-        name: its name in the run.
-        slot: its slot of the host.
-        pid: process id on this machine.
-    """
+    """One worker, as seen from this machine."""
 
     host: str
     name: str

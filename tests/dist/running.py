@@ -74,10 +74,6 @@ class Stage:
             if self.cluster.status(host) == "off":
                 self.cluster.boot(host)
 
-    def temporary_entries(self) -> set[tuple[str, str]]:
-        """What lies in the /tmp of the hosts; on loopback it is everybody's."""
-        return temporary_entries(self.cluster)
-
 
 class RunningJob:
     """``hvd-elastic run`` with the probe script, beside the test.
@@ -126,7 +122,7 @@ class RunningJob:
         self._run_folder = self.home / "runs" / self.run_id
         self._follower = Follower(self._run_folder / "events.jsonl", decode_record)
         self._lives = 0
-        self._temporary = stage.temporary_entries()
+        self._temporary = temporary_entries(stage.cluster)
         command = script or [sys.executable, *PROBES[style], *script_options]
         command = [str(self.folder) if word == "FOLDER" else word for word in command]
         # What gets no processor time for a while is not lost; tests of silence say so themselves.
@@ -145,8 +141,8 @@ class RunningJob:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
-        left = [*processes_of(self.run_id), *(agent for _, agent in self._agents())]
-        for process in left:
+        agents = agents_on(self.stage.cluster, self.stage.hosts)
+        for process in [*processes_of(self.run_id), *(agent for _, agent in agents)]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
@@ -389,17 +385,13 @@ class RunningJob:
 
     def kill_agent(self, host: str) -> None:
         """Kill -9 of the agent of a host, if there is one."""
-        for where, agent in [*self._agents()]:
-            if where == host:
-                with contextlib.suppress(psutil.Error):
-                    agent.kill()
+        for _, agent in [*agents_on(self.stage.cluster, [host])]:
+            with contextlib.suppress(psutil.Error):
+                agent.kill()
 
     def agent_pid(self, host: str) -> int:
         """The process of a host's agent."""
-        return next(agent.pid for where, agent in self._agents() if where == host)
-
-    def _agents(self) -> Iterator[tuple[str, psutil.Process]]:
-        return agents_on(self.stage.cluster, self.stage.hosts)
+        return next(agent.pid for _, agent in agents_on(self.stage.cluster, [host]))
 
     # -- checking --------------------------------------------------------------------------
 
@@ -476,7 +468,7 @@ class RunningJob:
                 yield self.home / "spool"
             if RunFolder(self._run_folder).leader_alive():
                 yield "the lock of the leader"
-            yield from self.stage.temporary_entries() - self._temporary
+            yield from temporary_entries(cluster) - self._temporary
 
 
 def _is_left_on_purpose(left: Any) -> bool:
