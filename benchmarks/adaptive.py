@@ -1,4 +1,4 @@
-"""Measures the estimates of an adaptive batch, their cost, and its benefit; see README.md here."""
+"""Measures the estimates of an adaptive batch, and its benefit; see README.md here."""
 
 import sys
 from pathlib import Path

@@ -27,10 +27,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.soak.job import processes_of
 from benchmarks.testbed.command import Say, check_names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, figure, spread
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_hostfile
+from benchmarks.testbed.run_processes import processes_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.records.audit import check_audit

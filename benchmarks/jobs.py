@@ -115,44 +115,7 @@ def measure_moves(rounds: int, say: Say) -> list[dict[str, Any]]:
     return [
         {"what": "pause of a job that gives up slots", "time": figure(shrinks)},
         {"what": "pause of a job that gets slots", "time": figure(grows)},
-        {
-            "what": "two jobs that train: from the decision to the first step of the one that gets "
-            "slots",
-            "time": figure(_times_to_step(rounds, say)),
-        },
     ]
-
-
-def _times_to_step(rounds: int, say: Say) -> list[float]:
-    """Return how long slots take from one of two jobs to the other, as priorities change [s]."""
-    found: list[float] = []
-    with this_machine(4) as cluster:
-        train = ("--", sys.executable, cluster.script, "--epochs", "10000")
-        runs = {name: cluster.submit("--name", name, *train) for name in ("one", "two")}
-        for name, run_id in runs.items():
-            cluster.call("priority", name, "--to", 1)
-            cluster.wait_event(run_id, "rescale_finished", size=2)
-        for number in range(2 * rounds):
-            gets, gives = [*runs][:: -1 if number % 2 else 1]
-            asked = time.time()
-            cluster.call("priority", gives, "--to", 1)
-            cluster.call("priority", gets, "--to", 100)
-            deadline = time.monotonic() + _DEADLINE_S
-            while not (
-                stepped := [
-                    event["t"]
-                    for event in cluster.events(runs[gets], "rescale_finished")
-                    if event["t"] > asked and event["size"] == 3
-                ]
-            ):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"job {gets} did not get slots of {gives}")
-                time.sleep(0.1)
-            decided = (event for event in cluster.queue_events() if event["t"] > asked)
-            since = next(event["t"] for event in decided if event["kind"] == "jobs_decided")
-            found.append(stepped[0] - since)
-            say(f"decision to first step: {found[-1]:.2f} s")
-    return found
 
 
 def measure_turns(rounds: int, say: Say) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ _LEFT_OUT_S = 5.0
 """How long a pool without capacity is not asked again [s]."""
 _LEAST_STEPS = 20
 """Steps on some machines from which their speed is known."""
-_JOB = Path(__file__).resolve().parent / "testbed/sleeping_job.py"
+_JOB = Path(__file__).resolve().parent / "sharing/emulated.py"
 
 
 class Day:
@@ -94,7 +94,10 @@ class Day:
 
     def live_through(self, say: Say) -> None:
         """Run the job while machines come and go, up to its end."""
-        script = (sys.executable, str(_JOB), str(self.examples), str(_BATCH), str(_STEP_S / _BATCH))
+        script = (
+            *(sys.executable, str(_JOB), "--examples", str(self.examples)),
+            *("--batch", str(_BATCH), "--example-s", str(_STEP_S / _BATCH)),
+        )
         zones = ",".join(pool[1] for pool in self.pools)
         config = self.home / "ssh_config"
         key = self.cloud.bodies.cluster.folder / "id_ed25519"

@@ -1,1 +1,1 @@
-"""Benchmark of the adaptive batch: accuracy of its estimates, their cost, and its benefit."""
+"""Benchmark of the adaptive batch: accuracy of its estimates, and its benefit."""

@@ -27,10 +27,9 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation, fit_step_time
 
-PARTS = "noise,digits,rules,overhead,times,changes,distorted,examples"
+PARTS = "noise,digits,rules,times,changes,distorted,examples"
 FIXED = (32, 64, 128, 256, 512)
 """Fixed batch sizes on the distorted digits, to compare the adaptive batch with."""
-PEERED = {"overhead", "distorted"}
 SPLITS = 20
 """Number of random halves of the configurations that the step-time model is fitted to."""
 SPREAD = ("median", "lowest", "highest")
@@ -120,51 +119,6 @@ def measure_rules(seeds: int) -> list[dict[str, Any]]:
     """Measure AdaScale on a convex problem, with two ranks."""
     known = {"ranks": 2, "rule": "adascale", "progress": list(rules.PROGRESS)}
     return [{**known, **row} for row in rule_rows(run_job("rules", 2, "adascale", seeds))]
-
-
-def overhead_row(
-    library: str, network: str, bare: str, times: Mapping[str, Sequence[float]]
-) -> dict[str, Any]:
-    """Return a row that compares the adaptive step time with that of the optimizer alone.
-
-    Args:
-        library: name of the adaptive library.
-        network: name of the trained network.
-        bare: name of the optimizer that it is compared with.
-        times: result of an overhead job: seconds of a step in each block, for ``"bare"`` and
-            ``"adaptive"`` blocks, which alternate.
-    """
-    pairs = zip(times["adaptive"], times["bare"], strict=True)
-    return {
-        "library": library,
-        "network": network,
-        "bare": bare,
-        "ranks": 2,
-        "bare_s": statistics.median(times["bare"]),
-        "adaptive_s": statistics.median(times["adaptive"]),
-        **spread([mine / theirs for mine, theirs in pairs]),
-        "blocks": times,
-    }
-
-
-def measure_overhead(rounds: int, peer: str | None) -> list[dict[str, Any]]:
-    """Measure the overhead of adapting, here and in AdaptDL if it is installed; two ranks."""
-    horovod, ddp = "Horovod's optimizer", "DistributedDataParallel"
-    wide, resnet = "2 M parameters", "ResNet-50, pictures of 64 x 64"
-    rows = []
-    for name, network in (("wide", wide), ("resnet50", resnet)):
-        (found,) = run_job("overhead", 2, rounds, name)
-        for phase, every in (("first", 1), ("steady", found["look_every"])):
-            row = overhead_row("ours", network, horovod, found[phase])
-            rows.append({**row, "look_every": every})
-    if peer is not None:
-        try:
-            times = run_adaptdl("adaptdl_overhead.py", 2, rounds)
-            rows.append(overhead_row(peer, wide, ddp, times))
-        except RunError as error:
-            failed = {"library": peer, "network": wide, "bare": ddp, "ranks": 2}
-            rows.append({**failed, "failed": str(error)})
-    return rows
 
 
 def prediction_errors(observations: Sequence[Observation], splits: int = SPLITS) -> list[float]:
@@ -404,7 +358,6 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0, help="of distorted")
     told = "for the noise, the digits' included"
     parser.add_argument("--ranks", type=numbers, default="1,2,4", help=told)
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of steps for the overhead")
     told = "of links, for the step times"
     parser.add_argument("--rates", type=names, default="100mbit,1gbit", help=told)
     known = ",".join(PROBLEMS)
@@ -417,7 +370,6 @@ def main() -> int:
         "noise": lambda: noise_rows(args.seeds, args.ranks),
         "digits": lambda: measure_digits(args.seeds, args.ranks),
         "rules": lambda: measure_rules(args.seeds),
-        "overhead": lambda: measure_overhead(args.rounds, peer),
         "times": lambda: times_rows(args.rates),
         "changes": lambda: measure_changes(args.seeds),
         "distorted": lambda: measure_distorted(distorted_seeds, peer),
@@ -431,7 +383,7 @@ def main() -> int:
 
     def measure_parts() -> None:
         nonlocal peer
-        peer = peer_if_there(not args.no_peers and bool(PEERED & set(args.parts)))
+        peer = peer_if_there(not args.no_peers and "distorted" in args.parts)
         versions = {} if peer is None else {"adaptdl": ADAPTDL.version("adaptdl")}
         for part in args.parts:
             load = os.getloadavg()

@@ -24,8 +24,6 @@ accuracy."""
 DISTORTED_STEPS, LOOK, LOOKS = 1800, 50, 4
 """Distorted digits: progress of a training in steps at the initial batch, progress between two
 evaluations, and number of evaluations whose mean must reach the target."""
-WIDTH, BATCH, STEPS, WARM = 1000, 64, 20, 420
-"""Overhead: width of the network, global batch size, steps of a block, steps before the first."""
 
 
 def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
@@ -134,33 +132,6 @@ class Race:
         seconds = self.curve[reached[0] - 1][0] if reached else None
         known = {"seconds": seconds, "whole_s": whole_s, "examples": examples}
         return {**known, "accuracy": accuracy, "last_batch": batch, "curve": self.curve}
-
-
-def wide_network() -> nn.Module:
-    """Return a network with two million parameters in two layers of width 1000."""
-    torch.manual_seed(0)
-    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    return nn.Sequential(first, nn.ReLU(), second)
-
-
-def square_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
-    """Take one step towards outputs of zero, with any object that has an optimizer's methods."""
-    optimizer.zero_grad()
-    model(batch).square().mean().backward()
-    optimizer.step()
-
-
-def take_turns(
-    rounds: int, bare: Callable[[], None], adaptive: Callable[[], None], steps: int = STEPS
-) -> dict[str, list[float]]:
-    """Run blocks of ``steps`` steps of each alternately; return each block's time per step [s]."""
-    times: dict[str, list[float]] = {"bare": [], "adaptive": []}
-    for _ in range(rounds):
-        for name, block in (("bare", bare), ("adaptive", adaptive)):
-            began = time.perf_counter()
-            block()
-            times[name].append((time.perf_counter() - began) / steps)
-    return times
 
 
 def warm_up() -> None:

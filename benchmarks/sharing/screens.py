@@ -23,7 +23,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.records.json_lines import decode_record, read_last_lines
+from hvd_elastic.records.json_lines import Follower, decode_record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.views.live import LiveRuns
 from hvd_elastic.views.prometheus import prometheus_text
@@ -120,7 +120,7 @@ def read_truth(cluster: Cluster, hosts: VirtualCluster) -> Truth:
 
 def _cut_off_since(run: RunFolder) -> float | None:
     since: float | None = None
-    for event in read_last_lines(run.events, _TAIL_BYTES, decode_record):
+    for event in Follower(run.events, decode_record, last_bytes=_TAIL_BYTES).poll():
         if event["kind"] == "leader_cut_off":
             since = float(event["t"]) - float(event["silent_s"])
         elif event["kind"] in ("run_started", "hosts_changed", "run_finished"):

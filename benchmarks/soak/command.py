@@ -24,7 +24,7 @@ from rich.markup import escape
 
 from benchmarks.soak.disks import small_disks
 from benchmarks.soak.growth import grown, measure_growth
-from benchmarks.soak.job import LOCALHOST, Ground, SoakJob, checked_end
+from benchmarks.soak.job import Ground, SoakJob, checked_end
 from benchmarks.soak.player import Bounds, Player
 from benchmarks.soak.records import check_steps, epochs_between, split_audit, step_problems
 from benchmarks.soak.report import SoakResult, show_soak, write_soak
@@ -33,7 +33,6 @@ from benchmarks.soak.schedule import (
     Fault,
     faults_of_seed,
     hosts_before,
-    kills_of_seed,
     parse_kinds,
     parse_only,
     selected,
@@ -95,10 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", help=told)
     parser.add_argument("--only", help="numbers of the faults to make, as 12-17")
     parser.add_argument("--list", action="store_true", help="print the schedule and do nothing")
-    parser.add_argument("--kills", type=int, help="instead of a time: so many kills of ranks")
-    told = "with --kills: this machine, no virtual hosts"
-    parser.add_argument("--single-host", action="store_true", help=told)
-    parser.add_argument("--slots", type=int, default=3, help="with --single-host: processes (3)")
     told = "of hvd-elastic run [s] (5)"
     parser.add_argument("--failure-timeout", type=float, default=5.0, help=told)
     parser.add_argument("--step-time", type=float, default=0.03, help="added to each step [s]")
@@ -118,16 +113,6 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError(
             "--minutes and --failure-timeout must be more than 0, --step-time not less"
         )
-    if options.kills is not None and options.kills < 1:
-        raise UsageError(f"--kills is {options.kills}, it must be 1 or more")
-    if options.single_host and options.kills is None:
-        raise UsageError("--single-host has no hosts to disturb; give it with --kills N")
-    if options.kills is not None and options.faults is not None:
-        raise UsageError("--kills makes kills of ranks only; leave --faults out")
-    if options.single_host and options.slots < 3:
-        raise UsageError(
-            f"--slots is {options.slots}; 3 or more, so that two train on after a kill"
-        )
     if options.report is not None and not options.report.absolute().parent.is_dir():
         raise UsageError(f"--report {options.report}: there is no such folder")
 
@@ -146,16 +131,12 @@ class Soak:
     def __init__(self, options: argparse.Namespace, say: Say) -> None:
         self._options = options
         self._say = say
-        self._namespaces = (
-            not options.loopback and not options.single_host and why_no_namespaces() is None
-        )
+        self._namespaces = not options.loopback and why_no_namespaces() is None
         possible = [n for n, kind in KINDS.items() if self._namespaces or not kind.namespaces]
         self._kinds = parse_kinds(options.faults, possible)
         self._only = parse_only(options.only)
         # Names used in the schedule; the real names of the hosts depend on the process id.
-        self._names = [LOCALHOST]
-        if not options.single_host:
-            self._names = [f"h{number}" for number in range(1, options.hosts + 1)]
+        self._names = [f"h{number}" for number in range(1, options.hosts + 1)]
 
     def print_schedule(self) -> int:
         """Print the first hundred faults."""
@@ -166,8 +147,6 @@ class Soak:
 
     def _schedule(self) -> Iterator[Fault]:
         options = self._options
-        if options.kills is not None:
-            return kills_of_seed(options.seed, options.kills)
         return faults_of_seed(options.seed, self._names, options.failure_timeout)
 
     def run(self, show: Say) -> SoakResult:
@@ -183,9 +162,7 @@ class Soak:
             show("making hosts")
             ground = self._make_ground(stack)
             real = dict(zip(self._names, ground.hosts, strict=True))
-            start = {LOCALHOST: options.slots}
-            if not options.single_host:
-                start = starting_hosts(self._names)
+            start = starting_hosts(self._names)
             first = 1 if self._only is None else self._only.start
             before = hosts_before(self._schedule(), self._kinds, first, start)
             job = self._job(ground, _RUN_ID, {real[host]: n for host, n in before.items()})
@@ -198,7 +175,7 @@ class Soak:
             bounds = Bounds(stall_s, options.recovery_bound)
             player = Player(job, faults, bounds, self._say, show)
             note = f"Every step is padded with a sleep of {options.step_time * 1000:.0f} ms."
-            taken = conditions(ground.description(options.slots), note, load_before)
+            taken = conditions(ground.description, note, load_before)
             told = {
                 name: value
                 for name, value in vars(options).items()
@@ -214,13 +191,11 @@ class Soak:
             return result
 
     def _make_ground(self, stack: contextlib.ExitStack) -> Ground:
-        """Return virtual hosts, or this machine, with the data set; the stack takes them down."""
+        """Return virtual hosts with the data set; the stack takes them down."""
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_elastic-soak-")))
         data = scratch / "digits"
         write_digits(data)
         (scratch / "home").mkdir()
-        if self._options.single_host:
-            return Ground((LOCALHOST,), scratch, data)
         count = len(self._names)
         hosts = tuple(f"{_RUN_ID}-{number}" for number in range(1, count + 1))
         if self._namespaces:
@@ -251,7 +226,7 @@ class Soak:
         try:
             job.start()
             hosts = dict(job.hosts)
-            player.play(60 * options.minutes if options.kills is None else float("inf"))
+            player.play(60 * options.minutes)
             if not player.incidents and not player.problem:
                 result.problems.append("no fault was made: more --minutes, or other --faults")
             if player.problem and not any(incident.problems for incident in player.incidents):
@@ -292,10 +267,9 @@ class Soak:
         """Train undisturbed for as many epochs, without padded steps, and compare accuracies."""
         calm_epochs = min(epochs, _MOST_CALM_EPOCHS)
         self._say(f"training {calm_epochs} epochs undisturbed, to compare accuracies")
-        if ground.cluster is not None:
-            for host in ground.hosts:
-                if ground.cluster.status(host) == "off":
-                    ground.cluster.boot(host)
+        for host in ground.hosts:
+            if ground.cluster.status(host) == "off":
+                ground.cluster.boot(host)
         with self._job(ground, _CALM_RUN_ID, hosts, calm_epochs) as job:
             job.start()
             status = job.wait(_END_PATIENCE_S + _CALM_S_PER_EPOCH * calm_epochs)

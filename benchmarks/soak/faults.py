@@ -13,7 +13,6 @@ from benchmarks.soak.disks import fill, free, spool_of
 from benchmarks.soak.job import SoakJob, Target
 from benchmarks.soak.schedule import KINDS, Fault
 from hvd_elastic.errors import VirtualClusterError
-from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.plan import Rate
 
 
@@ -61,11 +60,6 @@ def _worker(job: SoakJob, fault: Fault) -> list[Target]:
         return []
     who = job.chronicle.worker_of_rank(fault.where % world.size)
     return [worker for worker in job.workers() if (worker.host, worker.name) == who]
-
-
-def _cluster(job: SoakJob) -> VirtualCluster:
-    assert job.ground.cluster is not None, "the schedule of a single host has no such fault"
-    return job.ground.cluster
 
 
 def _named(targets: list[Target]) -> str:
@@ -175,7 +169,7 @@ def _stop_leader(job: SoakJob, _: Fault) -> Made:
 
 
 def _crash(job: SoakJob, fault: Fault) -> Made:
-    host, cluster = _host(job, fault), _cluster(job)
+    host, cluster = _host(job, fault), job.ground.cluster
     workers = job.workers(host)
     changes = _is_member(job, workers)
     if cluster.status(host) == "off":
@@ -185,7 +179,7 @@ def _crash(job: SoakJob, fault: Fault) -> Made:
 
 
 def _cut(job: SoakJob, fault: Fault) -> Made:
-    host, cluster = _host(job, fault), _cluster(job)
+    host, cluster = _host(job, fault), job.ground.cluster
     if cluster.status(host) != "up":
         return Made(f"{host} is not up")
     lost = len(job.workers(host))
@@ -194,7 +188,7 @@ def _cut(job: SoakJob, fault: Fault) -> Made:
 
 
 def _rate(job: SoakJob, fault: Fault) -> Made:
-    host, cluster = _host(job, fault), _cluster(job)
+    host, cluster = _host(job, fault), job.ground.cluster
     words = Rate(fault.amount * 10**6).arguments.split()
     done = cluster.run_on(host, ["tc", "qdisc", "replace", "dev", "eth0", "root", *words])
     if done.returncode != 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import shutil
 import signal
@@ -20,16 +19,21 @@ from typing_extensions import Self
 from benchmarks.soak.records import RecordFolder
 from benchmarks.soak.schedule import MIN_NP
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_hostfile
+from benchmarks.testbed.run_processes import (
+    agents_on,
+    left_on_host,
+    processes_of,
+    temporary_entries,
+    workers_of,
+)
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import Follower, Record, decode_record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual import VirtualCluster
 
-LOCALHOST = "localhost"
 CLEAN_S = 15.0
 """Time after the end of a run by which nothing of it may be left on any host."""
 
-_AGENT = "hvd_elastic.agent.agent"
 _CHECKPOINT_EVERY_S = 2.0
 _KEEP_CHECKPOINTS = 4
 _POLL_S = 0.05
@@ -77,36 +81,24 @@ class Ground:
         hosts: all hosts that a hostfile may name.
         scratch: folder that this machine and all hosts see.
         data: folder of the data set, inside ``scratch``.
-        cluster: virtual hosts; None: this machine alone.
+        cluster: the virtual hosts.
     """
 
     hosts: tuple[str, ...]
     scratch: Path
     data: Path
-    cluster: VirtualCluster | None = None
+    cluster: VirtualCluster
 
     @property
     def namespaces(self) -> bool:
         """Whether links can be cut and disks can be filled."""
-        return self.cluster is not None and not self.cluster.loopback
+        return not self.cluster.loopback
 
-    def description(self, slots: int) -> str:
-        """Return a description of the hosts; ``slots``: slots if it is this machine alone."""
-        if self.cluster is None:
-            return f"{slots} slots of this machine"
+    @property
+    def description(self) -> str:
+        """How many hosts of which kind these are."""
         kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
         return f"{len(self.hosts)} virtual hosts ({kind})"
-
-    def temporary_entries(self) -> set[tuple[str, str]]:
-        """Return (host, name) of what is in the /tmp of hosts that have one of their own."""
-        found: set[tuple[str, str]] = set()
-        if self.cluster is not None and self.namespaces:
-            for host in self.hosts:
-                folder = self.cluster.folder / "hosts" / host / "tmp"
-                # PyTorch caches compiled code there, for all later processes of the user.
-                kept = {f"torchinductor_{getpass.getuser()}"}
-                found |= {(host, path.name) for path in folder.iterdir() if path.name not in kept}
-        return found
 
 
 class SoakJob:
@@ -150,16 +142,13 @@ class SoakJob:
         self.records = RecordFolder(self._records_folder)
         self.chronicle = self.records.chronicle
         self._follower = Follower(self.folder.events, decode_record)
-        self._temporary = ground.temporary_entries()
+        self._temporary = temporary_entries(ground.cluster)
         self._run = [
             *("--run-id", run_id, "--hostfile", str(self.hostfile), "--audit"),
             *("--min-np", str(MIN_NP), "--checkpoint-every", str(_CHECKPOINT_EVERY_S)),
             *("--keep-checkpoints", str(_KEEP_CHECKPOINTS)),
             *("--failure-timeout", str(failure_timeout_s)),
-        ]
-        if ground.cluster is not None:
-            self._run += ["--ssh-config", str(ground.cluster.ssh_config)]
-        self._run += [
+            *("--ssh-config", str(ground.cluster.ssh_config)),
             *("--", sys.executable, str(ROOT / "benchmarks/soak/train.py")),
             *("--data", str(ground.data), "--records", str(self._records_folder)),
             *("--until", str(self._until), "--step-time", str(step_time_s)),
@@ -289,17 +278,11 @@ class SoakJob:
             with contextlib.suppress(psutil.Error):
                 leader = psutil.Process(self.process.pid)
                 found.append(Target("leader", "", "", 0, leader.pid, leader.create_time()))
-        found += self._agents()
-        for process in processes_of(self.run_id):
-            with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):
-                environment = process.environ()
-                # Children of a worker have the same variables, but only it is a session leader.
-                if os.getsid(process.pid) == process.pid:
-                    host = environment["HVD_ELASTIC_HOST"]
-                    name = environment["HVD_ELASTIC_WORKER"]
-                    slot = int(environment["HVD_ELASTIC_LOCAL_RANK"])
-                    born = process.create_time()
-                    found.append(Target("worker", host, name, slot, process.pid, born))
+        found += self.agents()
+        for worker in workers_of(self.run_id):
+            with contextlib.suppress(psutil.Error):
+                born = psutil.Process(worker.pid).create_time()
+                found.append(Target("worker", **vars(worker), born=born))
         return found
 
     def workers(self, host: str | None = None) -> list[Target]:
@@ -308,28 +291,12 @@ class SoakJob:
 
     def agents(self, host: str | None = None) -> list[Target]:
         """Return the agents of one host or of all."""
-        return [t for t in self._agents() if host in (None, t.host)]
-
-    def _agents(self) -> list[Target]:
+        hosts = self.ground.hosts if host is None else [host]
         found = []
-        for host, pid in self._pids_on_hosts():
+        for where, process in agents_on(self.ground.cluster, hosts):
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                # sshd starts it through a shell, whose command line contains the same words.
-                if _AGENT in process.cmdline() and "python" in process.name():
-                    found.append(Target("agent", host, "", 0, pid, process.create_time()))
+                found.append(Target("agent", where, "", 0, process.pid, process.create_time()))
         return found
-
-    def _pids_on_hosts(self) -> Iterator[tuple[str, int]]:
-        cluster = self.ground.cluster
-        if cluster is not None:
-            for host in self.ground.hosts:
-                for pid in sorted(cluster.pids(host)):
-                    yield host, pid
-        elif self.process is not None:
-            with contextlib.suppress(psutil.Error):
-                for child in psutil.Process(self.process.pid).children(recursive=True):
-                    yield LOCALHOST, child.pid
 
     # -- after the end ---------------------------------------------------------------------
 
@@ -341,21 +308,11 @@ class SoakJob:
         return left
 
     def _left(self) -> Iterator[str]:
-        cluster = self.ground.cluster
         for process in processes_of(self.run_id):
             with contextlib.suppress(psutil.Error):
                 yield f"process {process.pid}: {' '.join(process.cmdline()[:6])}"
-        if cluster is not None:
-            for host, pid in self._pids_on_hosts():
-                with contextlib.suppress(psutil.Error):
-                    process = psutil.Process(pid)
-                    yield f"{host}: process {pid}: {' '.join(process.cmdline()[:6])}"
-            for host in self.ground.hosts:
-                # Abstract unix sockets are listed per network namespace.
-                for pid in sorted(cluster.pids(host, system=True))[:1]:
-                    table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
-                    if f"hvd_elastic/{self.run_id}/" in table:
-                        yield f"{host}: a socket of the run"
+        for host in self.ground.hosts:
+            yield from left_on_host(self.ground.cluster, host, self.run_id)
         spool = self.home / "spool" / self.run_id
         if spool.exists():
             inside = [*spool.rglob("*")]
@@ -367,7 +324,7 @@ class SoakJob:
                     yield f"spool: {path.relative_to(spool)}"
         if self.folder.leader_alive():
             yield "the lock of the leader"
-        for host, name in sorted(self.ground.temporary_entries() - self._temporary):
+        for host, name in sorted(temporary_entries(self.ground.cluster) - self._temporary):
             yield f"{host}: /tmp/{name}"
 
     def keep(self, folder: Path) -> None:
@@ -396,12 +353,3 @@ def checked_end(job: SoakJob, timeout_s: float) -> str:
     if status != 0:
         return f"the run ended with status {status}:\n{job.output_tail()}"
     return ""
-
-
-def processes_of(run_id: str) -> Iterator[psutil.Process]:
-    """Yield the living processes of a run on this machine and its virtual hosts."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("HVD_ELASTIC_RUN_ID") == run_id:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    yield process

@@ -195,14 +195,6 @@ def faults_of_seed(
         previous = kind
 
 
-def kills_of_seed(seed: int, kills: int) -> Iterator[Fault]:
-    """Yield kills of random ranks, each some time after the recovery from the previous one."""
-    rng = random.Random(f"kills {seed}")
-    for number in range(1, kills + 1):
-        after_s = round(rng.uniform(0.0, 1.0), 2)
-        yield Fault(number, "kill_worker", after_s, 0.0, rng.randrange(1000))
-
-
 def selected(
     faults: Iterable[Fault], kinds: Collection[str], only: range | None = None
 ) -> Iterator[Fault]:

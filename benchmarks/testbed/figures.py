@@ -20,8 +20,8 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.programs.usable import usable_cores
 
 SINGLE_MEASUREMENTS = frozenset(
-    ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")
-) | {"observations", "statics", "failures"}
+    ("samples", "samples_s", "trainings", "curve", "batches", "observations", "statics", "failures")
+)
 """Fields that are only in the raw file of a result and not in its summary."""
 _LINE = 240
 """Length of a line of a summary, in characters."""

@@ -19,6 +19,7 @@ import psutil
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.virtual.cluster import uninterrupted
 
 DIGITS = Path(__file__).resolve().parents[2] / "scripts/examples/digits.py"
 
@@ -137,16 +138,6 @@ def make_testbed(
         finally:
             with uninterrupted():
                 cluster.down()
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the clean-up in the block is done."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def write_ssh(path: Path, config: Path) -> None:

@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
-from benchmarks.testbed.hosts import Testbed, uninterrupted
+from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.marks import Lane, MarkFolder, Process
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import Record, read_records
+from hvd_elastic.virtual.cluster import uninterrupted
 
 Found = TypeVar("Found")
 

@@ -174,16 +174,6 @@ def read_lines(path: Path, decode: Decode[Read]) -> Iterator[Read]:
             yield from decoded(file, decode)
 
 
-def read_last_lines(path: Path, max_bytes: int, decode: Decode[Read]) -> list[Read]:
-    """Return what the lines within the last ``max_bytes`` of a file are read as."""
-    try:
-        size = Path(path).stat().st_size
-    except FileNotFoundError:
-        return []
-    lines = LineFollower(path, offset=max(0, size - max_bytes)).poll_rest()
-    return [*decoded(lines, decode)]  # an incomplete first line is skipped
-
-
 def decoded(lines: Iterable[bytes], decode: Decode[Read]) -> Iterator[Read]:
     """Yield what lines are read as; damaged ones are skipped."""
     return (found for line in lines if (found := decode(line)) is not None)

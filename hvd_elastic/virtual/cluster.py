@@ -141,7 +141,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                         state = replace(state, hostfiles=(str(copy),))
                     cluster._boot_new(state, range(1, hosts + 1))
             except BaseException:
-                with _uninterrupted():
+                with uninterrupted():
                     cluster._remove()
                 raise
         return cluster
@@ -287,7 +287,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                 with _writing(self.folder):
                     backend.boot(state, [entry])
             except BaseException:
-                with _uninterrupted():
+                with uninterrupted():
                     backend.crash(state, entry, False)
                     save_state(self.folder, state.with_status(entry.name, "off"))
                 raise
@@ -308,7 +308,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                 with _writing(self.folder):
                     return self._boot_new(before, new)
             except BaseException:
-                with _uninterrupted():
+                with uninterrupted():
                     backend = self._backend(before)
                     for index in new:
                         name = f"{self.name}-{index}"
@@ -527,7 +527,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until a cleanup in progress is done."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

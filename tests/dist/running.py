@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import os
 import secrets
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,15 @@ from typing import Any
 import psutil
 from typing_extensions import Self
 
+from benchmarks.testbed.run_processes import (
+    WorkerProcess,
+    agents_on,
+    left_on_host,
+    processes_of,
+    processes_with,
+    temporary_entries,
+    workers_of,
+)
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import Follower, Record, decode_record, read_records
 from hvd_elastic.records.run_folder import RunFolder
@@ -42,22 +50,6 @@ DEADLINE_S = CLEAN_S = LIMIT_S
 END_S = 4 * LIMIT_S
 """For a whole training."""
 POLL_S = 0.02
-_AGENT = "hvd_elastic.agent.agent"
-
-
-@dataclass(frozen=True)
-class WorkerProcess:
-    """One worker, as seen from this machine."""
-
-    host: str
-    name: str
-    slot: int
-    pid: int
-
-    def kill(self) -> None:
-        """Kill -9."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
 
 
 @dataclass
@@ -81,19 +73,6 @@ class Stage:
         for host in self.hosts:
             if self.cluster.status(host) == "off":
                 self.cluster.boot(host)
-
-    def temporary_entries(self) -> set[tuple[str, str]]:
-        """What lies in the /tmp of the hosts; on loopback it is everybody's."""
-        found: set[tuple[str, str]] = set()
-        if not self.cluster.loopback:
-            for host in self.hosts:
-                folder = self.cluster.folder / "hosts" / host / "tmp"
-                # PyTorch keeps what it compiles there, for every later process of the user.
-                names = {path.name for path in folder.iterdir()} - {
-                    f"torchinductor_{getpass.getuser()}"
-                }
-                found |= {(host, name) for name in names}
-        return found
 
 
 class RunningJob:
@@ -143,7 +122,7 @@ class RunningJob:
         self._run_folder = self.home / "runs" / self.run_id
         self._follower = Follower(self._run_folder / "events.jsonl", decode_record)
         self._lives = 0
-        self._temporary = stage.temporary_entries()
+        self._temporary = temporary_entries(stage.cluster)
         command = script or [sys.executable, *PROBES[style], *script_options]
         command = [str(self.folder) if word == "FOLDER" else word for word in command]
         # What gets no processor time for a while is not lost; tests of silence say so themselves.
@@ -162,8 +141,8 @@ class RunningJob:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
-        left = [*_our_processes(self.run_id), *(agent for _, agent in self._agents())]
-        for process in left:
+        agents = agents_on(self.stage.cluster, self.stage.hosts)
+        for process in [*processes_of(self.run_id), *(agent for _, agent in agents)]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
@@ -252,6 +231,13 @@ class RunningJob:
         assert self.wait(timeout_s) == 0, self.story()
         assert self.kinds("run_finished")[-1]["status"] == "succeeded", self.story()
         self.check_nothing_left(but_spools=but_spools)
+        self.check_equal_parameters()
+
+    def finish_leaving_files(self) -> None:
+        """As :meth:`finish`, where a host that was lost may keep something."""
+        (self.folder / "enough").touch()
+        assert self.wait() == 0, self.story()
+        self.check_audit(finished=True)
         self.check_equal_parameters()
 
     # -- following -------------------------------------------------------------------------
@@ -369,17 +355,7 @@ class RunningJob:
 
     def workers(self, host: str | None = None) -> list[WorkerProcess]:
         """Live workers by host and slot, newest incarnation only where two overlap."""
-        found = []
-        for process in _our_processes(self.run_id):
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                environment = process.environ()
-                if "HVD_ELASTIC_WORKER" not in environment:
-                    continue  # a template
-                name, where = environment["HVD_ELASTIC_WORKER"], environment["HVD_ELASTIC_HOST"]
-                # What a worker starts carries its marks too, but only it leads its session.
-                if os.getsid(process.pid) == process.pid and host in (None, where):
-                    slot = int(environment["HVD_ELASTIC_LOCAL_RANK"])
-                    found.append(WorkerProcess(where, name, slot, process.pid))
+        found = [each for each in workers_of(self.run_id) if host in (None, each.host)]
         return sorted(found, key=lambda worker: (self.stage.hosts.index(worker.host), worker.slot))
 
     def worker(self, host: str, slot: int = 0) -> WorkerProcess:
@@ -409,23 +385,13 @@ class RunningJob:
 
     def kill_agent(self, host: str) -> None:
         """Kill -9 of the agent of a host, if there is one."""
-        for where, agent in [*self._agents()]:
-            if where == host:
-                with contextlib.suppress(psutil.Error):
-                    agent.kill()
+        for _, agent in [*agents_on(self.stage.cluster, [host])]:
+            with contextlib.suppress(psutil.Error):
+                agent.kill()
 
     def agent_pid(self, host: str) -> int:
         """The process of a host's agent."""
-        return next(agent.pid for where, agent in self._agents() if where == host)
-
-    def _agents(self) -> Iterator[tuple[str, psutil.Process]]:
-        for host in self.stage.hosts:
-            for pid in self.stage.cluster.pids(host):
-                with contextlib.suppress(psutil.Error):
-                    process = psutil.Process(pid)
-                    # sshd runs it through a shell that replaces itself by it.
-                    if _AGENT in process.cmdline() and "python" in process.name():
-                        yield host, process
+        return next(agent.pid for _, agent in agents_on(self.stage.cluster, [host]))
 
     # -- checking --------------------------------------------------------------------------
 
@@ -490,55 +456,22 @@ class RunningJob:
     def _left(self, hosts: list[str] | None) -> Iterator[Any]:
         cluster = self.stage.cluster
         for host in hosts or self.stage.hosts:
-            # Asked once, because it looks through all processes of this machine.
-            pids = cluster.pids(host)
-            for pid in pids:
-                with contextlib.suppress(psutil.Error):
-                    process = psutil.Process(pid)
-                    if process.name() not in self.stage.services:
-                        yield host, process.cmdline()
-            # Sockets in the abstract namespace are of a network namespace.
-            if hosts is None or not cluster.loopback:
-                if f"hvd_elastic/{self.run_id}/" in _sockets(
-                    pids or cluster.pids(host, system=True)
-                ):
-                    yield host, f"socket of run {self.run_id}"
+            sockets = hosts is None or not cluster.loopback
+            yield from left_on_host(
+                cluster, host, self.run_id, self.stage.services, sockets=sockets
+            )
             if (spool := self.home / "spool" / self.run_id / host).exists():
                 yield spool
         if hosts is None:
-            yield from _our_processes(self.run_id)  # agents are on the hosts
+            yield from processes_of(self.run_id)  # agents are on the hosts
             if (self.home / "spool").exists():
                 yield self.home / "spool"
             if RunFolder(self._run_folder).leader_alive():
                 yield "the lock of the leader"
-            yield from self.stage.temporary_entries() - self._temporary
-
-
-def _sockets(pids: Iterable[int]) -> str:
-    """The unix sockets that these processes see, which are of one host; empty if none lives."""
-    for pid in sorted(pids):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if table := Path(f"/proc/{pid}/net/unix").read_text(errors="replace"):
-                return table
-    return ""
+            yield from temporary_entries(cluster) - self._temporary
 
 
 def _is_left_on_purpose(left: Any) -> bool:
     """Whether it is a spool with what no leader has, or the folder of such."""
     names = ("*.shard", "*.save", "untold.jsonl")
     return isinstance(left, Path) and any(found for name in names for found in left.rglob(name))
-
-
-def _our_processes(run_id: str) -> Iterator[psutil.Process]:
-    yield from processes_with("HVD_ELASTIC_RUN_ID", run_id)
-
-
-def processes_with(name: str, value: str) -> Iterator[psutil.Process]:
-    """Processes that have a variable in their environment, those of virtual hosts included."""
-    wanted = f"{name}={value}".encode()
-    for entry in os.listdir("/proc"):  # noqa: PTH208  (no objects: it is called often)
-        # Asked many times a second: psutil would take twice as long. Zombies have no environment.
-        if entry.isdigit() and int(entry) != os.getpid():
-            with contextlib.suppress(OSError, psutil.Error):
-                if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
-                    yield psutil.Process(int(entry))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.run_processes import workers_of
 from tests.dist.jobs import (
     Job,
     assert_nothing_left,
@@ -20,7 +20,6 @@ from tests.dist.jobs import (
     hostfile_of,
     write_script,
 )
-from tests.dist.running import processes_with
 from tests.paths import LIMIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -63,13 +62,7 @@ def test_a_join_and_a_kill_appear_on_the_page_of_a_real_run(tmp_path: Path) -> N
             page.click(".marks .up")
             assert "1 → 2" in page.locator(".reason").inner_text()
 
-            (victim, *_) = [
-                process.pid
-                for process in processes_with("HVD_ELASTIC_RUN_ID", job.run_id)
-                if process.environ().get("HVD_ELASTIC_LOCAL_RANK") == "1"
-                and os.getsid(process.pid) == process.pid
-            ]
-            os.kill(victim, signal.SIGKILL)
+            next(worker for worker in workers_of(job.run_id) if worker.slot == 1).kill()
             page.wait_for_selector(".marks .down")
             page.click(".marks .down")
             assert "signal 9" in page.locator(".reason").inner_text()

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from typing_extensions import Self
 
+from benchmarks.testbed.run_processes import agents_on
 from hvd_elastic.cli.jobs.queue import job_fields
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.jobs.job import Hosts
@@ -380,9 +381,10 @@ def test_a_pulled_cable_and_killed_agents_cost_slots_and_no_job(
 
         def a_host_is_lost() -> bool:
             """Kill the agents on a host; one that was leaving at that moment is not missed."""
-            for pid in next(filter(None, (agents(stage, host) for host in elsewhere)), []):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            found = [*agents_on(stage.cluster, elsewhere)]
+            for _, agent in (each for each in found if each[0] == found[0][0]):
+                with contextlib.suppress(psutil.Error):
+                    agent.kill()
             end = time.monotonic() + 5
             while time.monotonic() < end and sum(happened("host_lost")) == before:
                 time.sleep(0.1)
@@ -398,12 +400,3 @@ def test_a_pulled_cable_and_killed_agents_cost_slots_and_no_job(
             assert audit_of(cluster.home / "runs" / cluster.job(number)["run_id"]).ok
         for number in every:
             assert_nothing_left(run_id=cluster.job(number)["run_id"])
-
-
-def agents(stage: Stage, host: str) -> list[int]:
-    """Processes of the agents on a host."""
-    found = []
-    for pid in stage.cluster.pids(host):
-        with contextlib.suppress(psutil.Error):
-            found += [pid] if "hvd_elastic.agent.agent" in psutil.Process(pid).cmdline() else []
-    return found

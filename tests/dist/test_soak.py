@@ -65,22 +65,6 @@ def test_a_short_soak_passes(tmp_path: Path) -> None:
 
 
 @COSTLY
-def test_kills_on_one_host_lose_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "kills.json"
-    done = subprocess.run(
-        command("--kills", 3, "--single-host", "--no-baseline", "--report", path),
-        capture_output=True,
-        text=True,
-        env=environment(tmp_path),
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = report(path)
-    assert [fault["kind"] for fault in found["faults"]] == ["kill_worker"] * 3
-    assert found["checks"]["steps done again"].startswith("0 returns to a checkpoint")
-
-
-@COSTLY
 @pytest.mark.skipif(why_no_namespaces() is not None, reason="needs network namespaces")
 def test_ctrl_c_ends_it_cleanly_with_what_was_measured(tmp_path: Path) -> None:
     path, output = tmp_path / "soak.json", tmp_path / "output"

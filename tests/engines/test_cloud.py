@@ -75,13 +75,6 @@ class CloudJob(RunningJob):
         """Variables of programs that train."""
         return {name: super(CloudJob, self).environment()[name] for name in ("PYTHONPATH",)}
 
-    def end(self) -> None:
-        """Let training end, and check it."""
-        (self.folder / "enough").touch()
-        assert self.wait() == 0, self.story()
-        self.check_audit(finished=True)
-        self.check_equal_parameters()
-
 
 def up(market: Market, name: str, *more: str) -> list[str]:
     return market.up_options(name, "--max-hours", "1", *more)
@@ -102,7 +95,7 @@ def test_machines_start_train_and_end(market: Market, tmp_path: Path) -> None:
     with CloudJob(market, *where) as job:
         job.wait_size(2)
         job.wait_steps(5)
-        job.end()
+        job.finish_leaving_files()
     assert "2 machines ended" in market.call("down", "lab").stdout
     assert market.hosts_on() == {theirs}
     assert not json.loads(market.call("list", "--json").stdout)
@@ -223,7 +216,7 @@ def test_a_run_asks_for_its_machines_and_gives_them_back(market: Market) -> None
         market.end_by_hand(lost)
         job.wait_event("rescale_finished", since)  # it is lost, or seen to end in time
         job.wait_size(2, since)
-        job.end()
+        job.finish_leaving_files()
     assert market.hosts_on() == {theirs}
     market.call("down", "lab")
 
@@ -328,7 +321,7 @@ def test_a_notice_drains_a_spot_machine_and_another_one_takes_its_place(ec2: Ec2
         job.wait_for(lambda: gone.ended is not None, "its end: nobody uses it any more")
         job.wait_size(2, since)
         assert not job.kinds("host_lost", since)
-        job.end()
+        job.finish_leaving_files()
     assert not ec2.cloud.live()
     ec2.call("down", "lab")
 
@@ -345,7 +338,7 @@ def test_a_recommendation_to_rebalance_brings_another_machine_before_the_notice(
         ec2.cloud.interrupt(first[0], LIMIT_S)
         job.wait_event("host_drained", since)
         job.wait_size(2, since)
-        job.end()
+        job.finish_leaving_files()
     assert not ec2.cloud.live()
     ec2.call("down", "lab")
 

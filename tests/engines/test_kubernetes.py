@@ -53,14 +53,6 @@ def needs_memory_groups() -> None:
         pytest.skip("needs control groups for memory (version 1)")
 
 
-def end_well(job: SubmittedPods) -> None:
-    """Let training end, and check it; a node that was cut off may keep something."""
-    (job.folder / "enough").touch()
-    assert job.wait() == 0, job.story()
-    job.check_audit(finished=True)
-    job.check_equal_parameters()
-
-
 def test_evicted_and_drained_pods_cost_a_pause_and_no_example(stage, nodes) -> None:
     with SubmittedPods(nodes, stage, "--pods", "2-3") as job:
         job.wait_size(3)
@@ -185,7 +177,7 @@ def test_training_needs_no_api_server_and_a_silent_node_is_replaced(stage, nodes
         job.wait_size(2, since)
         stage.cluster.heal(node)
         job.wait_steps(10)
-        end_well(job)
+        job.finish_leaving_files()
 
 
 @COSTLY
@@ -465,7 +457,7 @@ def test_random_faults_cost_no_example(stage, nodes) -> None:
                         how = (*how, "--wait=false", "--ignore-not-found")
                         nodes.control.kubectl("delete", "pod", name, *how)
             job.wait_steps(chance.randrange(20))
-        end_well(job)
+        job.finish_leaving_files()
 
 
 @pytest.mark.parametrize("version", [f"1.{minor}" for minor in range(25, 38)])

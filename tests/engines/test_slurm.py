@@ -48,14 +48,6 @@ def two_nodes(nodes: list[str], slurm: SlurmCluster) -> Iterator[None]:
         yield
 
 
-def end_well(job: RunningJob) -> None:
-    """Let training end, and check it; a crashed host keeps its files, unlike in finish()."""
-    (job.folder / "enough").touch()
-    assert job.wait() == 0, job.story()
-    job.check_audit(finished=True)
-    job.check_equal_parameters()
-
-
 def test_streams_of_srun_are_binary_and_not_held_back(stage, nodes, slurm, tmp_path) -> None:
     with slurm.allocation("--nodes=1", "--ntasks-per-node=1") as variables:
         seen = tmp_path / "run.json"
@@ -89,7 +81,7 @@ def test_a_lost_node_costs_one_step_and_no_example(stage, nodes, slurm) -> None:
         job.wait_event("host_lost", since, host=lost)
         job.wait_size(2, since)
         job.wait_steps(10)
-        end_well(job)
+        job.finish_leaving_files()
 
 
 def test_the_next_leader_goes_on_in_the_same_processes(stage, two_nodes) -> None:
@@ -147,7 +139,7 @@ def test_a_submitted_run_grows_shrinks_and_outlives_its_time_limit(stage, nodes,
         assert restored["step"] == finished["steps"]
         job.wait_size(3, since)
         assert not job.kinds("warning", since), "nodes of the job before are not asked"
-        end_well(job)
+        job.finish_leaving_files()
         job.wait_for(
             lambda: job.further_jobs() == [theirs], "the end of all allocations", ended_too=True
         )
@@ -166,7 +158,7 @@ def test_an_unused_node_is_given_back(stage, nodes, slurm) -> None:
         job.wait_for(lambda: job.hosts() == 1, "a host that is given back")
         job.wait_for(lambda: further not in job.further_jobs(), "the end of its allocation")
         assert not job.kinds("rescale_finished", since)
-        end_well(job)
+        job.finish_leaving_files()
 
 
 def test_a_policy_takes_a_node_that_it_uses_and_scancel_costs_no_step(stage, nodes, slurm) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.testbed.run_processes import temporary_entries
 from benchmarks.testbed.spark import SparkCluster
 from tests.dist.running import RunningJob, Stage
 from tests.paths import ALL, LITTLE_WORK, ROOT, WORKER_PYTHONPATH
@@ -44,7 +45,7 @@ def spark(stage: Stage) -> Iterator[SparkCluster]:
 
 def ours_left(stage: Stage) -> list[str]:
     """What is left of ours on the hosts: folders, and processes."""
-    left = [name for _, name in stage.temporary_entries() if "hvd_elastic" in name]
+    left = [name for _, name in temporary_entries(stage.cluster) if "hvd_elastic" in name]
     for host in stage.hosts:
         for pid in stage.cluster.pids(host):
             with contextlib.suppress(psutil.Error):

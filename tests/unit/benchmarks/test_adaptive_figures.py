@@ -22,7 +22,6 @@ from benchmarks.adaptive.launch import run_together
 from benchmarks.adaptive.measure import (
     changes_rows,
     digits_rows,
-    overhead_row,
     prediction_errors,
     rule_rows,
     target_rows,
@@ -209,13 +208,6 @@ def test_distorted_digits_are_new_ones_and_always_the_same() -> None:
     assert torch.equal(labels, plain_labels.repeat(workloads.COPIES))
     off = (learned.tensors[0][: len(plain)] - plain.tensors[0]).abs().mean()
     assert 0.02 < off < 0.3
-
-
-def test_the_overhead_is_the_median_of_ratios_of_neighbouring_blocks() -> None:
-    times = {"bare": [1.0, 2.0, 4.0], "adaptive": [1.5, 2.2, 4.8]}
-    row = overhead_row("ours", "small", "plain", times)
-    assert (row["bare_s"], row["adaptive_s"]) == (2.0, 2.2)
-    assert [row["median"], row["lowest"], row["highest"]] == pytest.approx([1.2, 1.1, 1.5])
 
 
 def test_a_replica_that_dies_ends_the_others_and_says_why(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from benchmarks.soak.schedule import (
     MOST_PROCESSES,
     faults_of_seed,
     hosts_before,
-    kills_of_seed,
     parse_kinds,
     parse_only,
     selected,
@@ -113,13 +112,6 @@ def test_a_part_begins_with_the_hostfile_of_its_place() -> None:
     assert hosts_before(made, KINDS, first.number, start) == start
     assert hosts_before(made, KINDS, second.number, start) == dict(first.hosts)
     assert hosts_before(made, ("crash",), second.number, start) == start
-
-
-def test_kills_hit_every_rank_rank_0_included() -> None:
-    kills = list(kills_of_seed(1, 50))
-    assert kills == list(kills_of_seed(1, 50))
-    assert len(kills) == 50
-    assert {kill.where % 3 for kill in kills} == {0, 1, 2}
 
 
 def test_kinds_are_named_or_left_out() -> None:

@@ -19,7 +19,6 @@ from hvd_elastic.records.json_lines import (
     Follower,
     LineFollower,
     decode_record,
-    read_last_lines,
     read_records,
 )
 from hvd_elastic.records.run_folder import RunFolder
@@ -72,7 +71,6 @@ def test_numbers_of_other_libraries_and_nan(path: Path) -> None:
 
 def test_no_file_is_no_event(path: Path) -> None:
     assert read_records(path) == []
-    assert read_last_lines(path, 1000, decode_record) == []
     assert Follower(path, decode_record, last_bytes=0).poll() == []
 
 
@@ -251,7 +249,7 @@ def test_the_end_of_a_long_file(path: Path) -> None:
     with EventLog(path) as log:
         for step in range(1000):
             log.append("metrics", {"step": step})
-    tail = read_last_lines(path, 1000, decode_record)
+    tail = Follower(path, decode_record, last_bytes=1000).poll()
     assert 5 < len(tail) < 30
     assert tail[-1]["step"] == 999
 
