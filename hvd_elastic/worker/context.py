@@ -154,7 +154,17 @@ class Context:
         Args:
             dropped: number of examples that an epoch leaves out.
             planner: divides its steps.
+
+        Raises:
+            ScriptError: the batch adapts, and the training function runs.
         """
+        if planner.adapts and self.worker.in_train:
+            raise ScriptError(
+                f"{self.worker.frontend.loader}(max_batch_size=...) is called in the training "
+                "function, which is called again after a failure: what the batch has adapted to, "
+                "and the progress by which hvd.epochs and hvd.steps end, would begin again; make "
+                "it before"
+            )
         self.data.register(examples)
         worker = self.worker
         worker.data_sets.examples = examples
@@ -164,7 +174,7 @@ class Context:
             self.planner = planner
         if planner.adapts:
             self.keep("_adaptation", planner)
-            if worker.in_train or not worker.averagers.several:  # else hvd.run chooses
+            if not worker.averagers.several:  # else hvd.run chooses
                 self._adapt()
 
     def aim(self, count: int, unit: str) -> None:
