@@ -290,7 +290,7 @@ class ElasticCallback(keras.callbacks.Callback):
                     worker.averagers.collect()
                 except GenerationBrokenError as error:
                     self._failed = error  # the step is taken, so the callbacks follow it first
-                if worker.averagers.several:
+                if not self._ctx.step.accumulating:
                     self._ctx.mark_consumed()
                 self._examples += examples
                 if worker.progress.skipped > skipped:

@@ -120,7 +120,7 @@ class ScriptState(State):
         self._checked[name] = kind
 
     def commit(self, **metrics: Any) -> None:
-        """Add numbers (``loss=loss``) to the run's metrics; end a step that no optimizer took.
+        """Add numbers (``loss=loss``) to the run's metrics; without our loader, end the step.
 
         A tensor is read only when metrics are due. With our own loader nothing else happens: the
         state is saved when the loop body ends. In a script without our loader, the step ends here

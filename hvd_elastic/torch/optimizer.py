@@ -300,11 +300,11 @@ class GradientAverager(EagerAverager):
         self.gradients.average(used=False)
         self.reset()
 
-    def leave_out(self, *, over: bool) -> None:
-        if over and self._context.planner.adapts:
+    def leave_out(self) -> None:
+        if self._context.planner.adapts:
             self.synchronize()  # another rank may call the step off
         else:
-            self.gradients.leave_out(over=over)
+            self.gradients.leave_out()
 
     def check_not_begun(self, call: str) -> None:
         self.gradients.check_not_begun(call)

@@ -452,9 +452,19 @@ class Context:
 
     def mark_consumed(self) -> None:
         """End the step in flight where the loop body ended without a step of our optimizer."""
-        if self.step.accumulating:  # the loop was left between two passes: no step was taken
+        step = self.step
+        if step.accumulating:  # the loop was left between two passes: no step was taken
             self.step_failed()
-        self._leave_out(over=True)
+        if not step.is_open:
+            return
+        step.is_left_out = True
+        try:
+            self.worker.averagers.leave_out()
+            self.exchange()
+        finally:
+            step.is_left_out = False
+        if step.is_open:  # a step that was called off does not count
+            self.step_done()
 
     def body_left(self) -> None:
         """Count the step of a loop body that was left by ``break`` after a step of an optimizer.
@@ -463,20 +473,6 @@ class Context:
         """
         whole = self.worker.averagers.several and not self.worker.communicator.broken
         if whole and self.step.stage is Stage.EXCHANGED:
-            self.step_done()
-
-    def _leave_out(self, *, over: bool) -> None:
-        """End the step in flight without our optimizer; ``over``: the loop body has ended."""
-        step = self.step
-        if not step.is_open:
-            return
-        step.is_left_out = True
-        try:
-            self.worker.averagers.leave_out(over=over)
-            self.exchange()
-        finally:
-            step.is_left_out = False
-        if step.is_open:  # a step that was called off does not count
             self.step_done()
 
     def check_left_out(self, begun: Any) -> None:
@@ -544,17 +540,14 @@ class Context:
             )
 
     def commit(self, metrics: Mapping[str, Any]) -> None:
-        """Store metrics; end a step that no optimizer took, or one without our loader."""
+        """Store metrics; end a step for examples that our loader did not hand out."""
         self.metrics.update(metrics)
         step = self.step
-        several = self.worker.averagers.several
         if self.data.has_loader and step.stage is not Stage.UNCOMMITTED:
-            if not (step.accumulating or several):
-                self._leave_out(over=False)
-            return
+            return  # the optimizer's step may follow; if not, the end of the loop body counts it
         # A script that reads its data itself: this is where its steps end.
         if step.stage is not Stage.UNCOMMITTED:  # a step that was taken has exchanged already
-            step.is_left_out = several
+            step.is_left_out = self.worker.averagers.several
             try:
                 self.exchange()
             finally:
