@@ -133,7 +133,8 @@ class ScriptState(State):
     # -- for the library -------------------------------------------------------------------
 
     def keep(self, name: str, item: Any) -> None:
-        self._objects[name] = item
+        if all(item is not each for each in self._objects.values()):  # the script may have done so
+            self._objects[name] = item
 
     def named_objects(self) -> dict[str, Any]:
         """Return the objects that are kept by reference, by name."""
