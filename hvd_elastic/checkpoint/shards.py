@@ -41,7 +41,7 @@ FORMAT = 4
 SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
 _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Key = tuple[int, int, str, str]
+Key = tuple[int, int, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ShardInfo:
     @property
     def key(self) -> Key:
         """Return what identifies its checkpoint: equal for all shards of one and no others."""
-        return (self.step, self.generation, self.life, self.layout)
+        return (self.step, self.generation, self.life, self.layout, self.count)
 
     def manifest(self) -> dict[str, Any]:
         """Return its description as plain data, for manifests and messages."""
@@ -237,7 +237,7 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
         return "its shards are not in order"
     at = 0
     for shard in shards:
-        if shard.key != shards[0].key or (shard.count, shard.total) != (count, total):
+        if shard.key != shards[0].key or shard.total != total:
             return f"shard {shard.index} belongs to another checkpoint"
         if shard.begin != at or shard.end < at:
             return f"shard {shard.index} begins at byte {shard.begin} instead of {at}"

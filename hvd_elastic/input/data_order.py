@@ -353,7 +353,7 @@ class DataOrder:
             if context.step.ahead is None:
                 context.rollback.next_pass()
             else:
-                context.step.ahead.next_epoch()
+                self._continue_in_next_epoch(context.step.ahead)
         return context.worker.progress.stopped or enough()
 
     def _end_loop(self, context: Context, *, whole: bool) -> None:
@@ -363,8 +363,13 @@ class DataOrder:
             self._ended = (context.reading.epoch, context.worker.generation)
         if ahead is None:
             context.rollback.loop_ended(within_epoch=not whole)
-        else:  # the step continues in the next epoch
-            ahead.next_epoch()
+        else:
+            self._continue_in_next_epoch(ahead)
+
+    def _continue_in_next_epoch(self, ahead: Progress) -> None:
+        """Move the place within a step of several batches to the next epoch, and its order."""
+        ahead.next_epoch()
+        ahead.order_hash = self._hash_of(ahead.epoch)
 
     def indices(self, place: Place, progress: Progress) -> Iterator[list[int]]:
         """Yield the dataset indices of each pass from a place to the end of the epoch."""

@@ -126,7 +126,7 @@ class ElasticCallback(keras.callbacks.Callback):
         self._batches: Batches | None = None
         self._data: Any = None
         """The last batch that the model was trained on."""
-        self._began = False
+        self._began = self._is_over = False
 
     # -- what Keras calls ------------------------------------------------------------------
 
@@ -228,6 +228,8 @@ class ElasticCallback(keras.callbacks.Callback):
         self._ctx.idle_check.training_ends()
         self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
+        self._is_over = True
+        self._monitors.restore_best_weights(self.model)
         self._head = self.state.take_snapshot()
         self._session.leave_ranks()
 
@@ -290,7 +292,7 @@ class ElasticCallback(keras.callbacks.Callback):
                     worker.averagers.collect()
                 except GenerationBrokenError as error:
                     self._failed = error  # the step is taken, so the callbacks follow it first
-                if worker.averagers.several:
+                if not self._ctx.step.accumulating:
                     self._ctx.mark_consumed()
                 self._examples += examples
                 if worker.progress.skipped > skipped:
@@ -350,6 +352,8 @@ class ElasticCallback(keras.callbacks.Callback):
             self.state.save_values(self._head)
             self.state.roll_back()
         save_again(self._ctx.worker)
+        if self._is_over:  # the weights are those of another rank, which has not come so far
+            self._monitors.restore_best_weights(self.model)
 
     def _average(self) -> dict[str, float]:
         """Return the metrics of the epoch, averaged over the ranks, and those of an evaluation.

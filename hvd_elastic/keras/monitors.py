@@ -87,6 +87,13 @@ class Monitors:
     snapshot = state_dict
     roll_back = load_state_dict
 
+    def restore_best_weights(self, model: Any) -> None:
+        """Do what EarlyStopping does at the end of training, so that the last checkpoint has it."""
+        for callback, _ in self._monitors.values():
+            if isinstance(callback, keras.callbacks.EarlyStopping):
+                if callback.restore_best_weights and callback.best_weights is not None:
+                    model.set_weights(callback.best_weights)
+
     def set_again(self) -> None:
         """Set them again, since Keras has reset them in their on_train_begin."""
         self.load_state_dict(self._received)

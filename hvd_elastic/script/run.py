@@ -429,6 +429,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
             raise error.__cause__ or error from None  # Horovod handles only its own error type
 
     result: Result = again(adapter)
+    end_training(ctx)
     return result
 
 

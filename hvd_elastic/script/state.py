@@ -120,7 +120,7 @@ class ScriptState(State):
         self._checked[name] = kind
 
     def commit(self, **metrics: Any) -> None:
-        """Add numbers (``loss=loss``) to the run's metrics; end a step that no optimizer took.
+        """Add numbers (``loss=loss``) to the run's metrics; without our loader, end the step.
 
         A tensor is read only when metrics are due. With our own loader nothing else happens: the
         state is saved when the loop body ends. In a script without our loader, the step ends here
@@ -133,7 +133,8 @@ class ScriptState(State):
     # -- for the library -------------------------------------------------------------------
 
     def keep(self, name: str, item: Any) -> None:
-        self._objects[name] = item
+        if all(item is not each for each in self._objects.values()):  # the script may have done so
+            self._objects[name] = item
 
     def named_objects(self) -> dict[str, Any]:
         """Return the objects that are kept by reference, by name."""

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -17,10 +17,42 @@ from hvd_elastic.communicator.interface import FLAGS_NAME, IN_FLIGHT, Collective
 from hvd_elastic.communicator.ring import load_horovod
 from hvd_elastic.tensorflow.variables import LiveVariable
 
+_Received: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 _THREADS = 8
 """Most collectives in flight outside of graphs: each blocks a thread. More than the buckets of the
 state that are sent at the same time."""
 _MESSAGE = re.compile(r"^(?:\{\{.*?\}\}|\[_Derived_\]|Graph execution error:|\s)*")
+
+
+def to_reduce(value: tf.Tensor, *, average: bool) -> tuple[tf.Tensor, _Received]:
+    """Return a tensor that Horovod can reduce, and what turns the result back.
+
+    As with PyTorch, types of less than 32 bits are added up in float32, truth values and whole
+    numbers add up to an int64, and their mean is a float64.
+    """
+    result = value.dtype
+    if result.is_complex:
+        parts = tf.stack([tf.math.real(value), tf.math.imag(value)])
+        return parts, lambda reduced: tf.complex(reduced[0], reduced[1])
+    if not result.is_floating:
+        result = tf.float64 if average else tf.int64
+    kind = result if result.size >= 4 else tf.float32
+    return tf.cast(value, kind), lambda reduced: tf.cast(reduced, result)
+
+
+def to_gather(value: tf.Tensor) -> tuple[tf.Tensor, _Received]:
+    """Return a tensor that Horovod can gather, and what turns the result back.
+
+    A number is a row.
+    """
+    if not value.shape.rank:
+        value = tf.reshape(value, [1])
+    if value.dtype.is_complex:
+        parts = tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
+        return parts, lambda gathered: tf.complex(gathered[..., 0], gathered[..., 1])
+    if value.dtype == tf.bfloat16:
+        return tf.bitcast(value, tf.uint16), lambda bits: tf.bitcast(bits, tf.bfloat16)
+    return value, lambda gathered: gathered
 
 
 def reason_of(error: tf.errors.OpError) -> str:

@@ -15,7 +15,12 @@ from keras.optimizers import Optimizer
 
 from hvd_elastic.errors import ScriptError, SkippedExampleError
 from hvd_elastic.input.skipped import whole
-from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
+from hvd_elastic.tensorflow.collectives import (
+    TensorFlowCollectives,
+    reason_of,
+    to_gather,
+    to_reduce,
+)
 from hvd_elastic.tensorflow.content import load_checkpoint
 from hvd_elastic.tensorflow.data import DatasetSource
 from hvd_elastic.tensorflow.data import dataset as shares_of
@@ -158,9 +163,7 @@ class TensorFlowFrontend(Frontend):
                 f"and call hvd.{kind} on what it returns"
             )
         value = tf.convert_to_tensor(tensor)
-        if kind == "allgather" and not value.shape.rank:
-            value = tf.reshape(value, [1])  # a number is a row
-        return value, lambda result: result
+        return to_gather(value) if kind == "allgather" else to_reduce(value, average=average)
 
     inference = staticmethod(TensorFlowInference)
     load_checkpoint = staticmethod(load_checkpoint)

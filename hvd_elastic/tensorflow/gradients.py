@@ -460,7 +460,7 @@ class GradientAverager(GraphAverager):
     def forget(self) -> None:
         self._adaptation.drop()
 
-    def leave_out(self, *, over: bool) -> None:
+    def leave_out(self) -> None:
         communicator = self._context.worker.communicator
         if communicator.size > 1:
             # The graph of a rank that takes the step waits for all that it has begun.

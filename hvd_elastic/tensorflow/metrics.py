@@ -104,6 +104,8 @@ class MetricSums:
         restore = keep_values(self._variables)
         pieces = np.split(values, np.cumsum(self._lengths)[:-1])
         for variable, piece in zip(self._variables, pieces, strict=True):
+            if variable.dtype.is_integer:
+                piece = np.rint(piece)  # shares of a sum arrive as float32
             variable.assign(piece.reshape(variable.shape).astype(variable.dtype.as_numpy_dtype))
         try:
             return results()

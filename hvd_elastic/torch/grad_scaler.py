@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.rollback import StepVoidedError
@@ -30,11 +32,14 @@ class GradScaler(torch.amp.GradScaler):
     This one waits for the average, so all ranks take or skip the same steps and have the same
     scale; between the passes of a step it does not change the scale. A skipped step counts in
     ``skipped_steps``. The scaler becomes part of the run's state without further code, so newcomers
-    and checkpoints get its scale.
+    and checkpoints get its scale. Make it before the training function; a script may have several.
 
     Args:
         device: type of the device, ``"cuda"`` or ``"cpu"``; by default that of this process.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in PyTorch.
+
+    Raises:
+        ScriptError: the training function runs.
     """
 
     def __init__(
@@ -48,12 +53,18 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         self._context = context.current()
+        if self._context.worker.in_train:
+            raise ScriptError(
+                "hvd.GradScaler() is called in the training function, which is called again after "
+                "a failure, and a worker that joins would not have its scale; make it before"
+            )
         self._type = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
             self._type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._looked = False
-        self._context.keep("_grad_scaler", self)
+        names = (f"_grad_scaler{number or ''}" for number in itertools.count())
+        self._context.keep(next(n for n in names if n not in self._context.state_parts), self)
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> GradScaler:

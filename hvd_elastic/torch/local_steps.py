@@ -148,7 +148,7 @@ class LocalAverager(GradientAverager):
     def _inner_step_taken(self) -> None:
         """Do what follows an inner step."""
 
-    def leave_out(self, *, over: bool) -> None:
+    def leave_out(self) -> None:
         self._begin_period()
         self._end_period()
 

@@ -68,7 +68,8 @@ class GradientAverager(EagerAverager):
         self._optimizer = optimizer
         self._rates = AdaptiveRates(optimizer, rule)
         self.gradients = self.gradients_type(self._context, optimizer, names, compression)
-        self._forget_scaling: Callable[[], None] = lambda: None
+        self._forget_scaling: set[Callable[[], None]] = set()
+        """Called when the step is called off, by the scalers of its losses."""
         self._copy = OptimizerCopy(optimizer)
         self.forgotten: list[LRScheduler] = []
         """Schedulers of this optimizer that the State lacks; set on rank 0 in the first step."""
@@ -159,7 +160,8 @@ class GradientAverager(EagerAverager):
             forget: called when the step is called off.
             loss_scale: factor of the loss.
         """
-        self._forget_scaling, self.gradients.sampling.loss_scale = forget, loss_scale
+        self._forget_scaling.add(forget)
+        self.gradients.sampling.loss_scale = loss_scale
         self._context.planner.skipped.expect_overflows()
 
     def skip(self) -> None:
@@ -300,11 +302,11 @@ class GradientAverager(EagerAverager):
         self.gradients.average(used=False)
         self.reset()
 
-    def leave_out(self, *, over: bool) -> None:
-        if over and self._context.planner.adapts:
+    def leave_out(self) -> None:
+        if self._context.planner.adapts:
             self.synchronize()  # another rank may call the step off
         else:
-            self.gradients.leave_out(over=over)
+            self.gradients.leave_out()
 
     def check_not_begun(self, call: str) -> None:
         self.gradients.check_not_begun(call)
@@ -313,7 +315,8 @@ class GradientAverager(EagerAverager):
         self._end_watch()  # else its hooks stay if a rank is lost in the repetition
         self.gradients.drop_step()
         self.stepping = False
-        self._forget_scaling()
+        for forget in self._forget_scaling:
+            forget()
         self._optimizer.zero_grad(set_to_none=True)
 
     def _end_watch(self) -> None:

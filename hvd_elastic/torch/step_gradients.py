@@ -174,13 +174,11 @@ class StepGradients:
         if self._context.step.is_long and self._communicator.size > 1 and self.names:
             self._context.check_left_out(self.reductions.begin_left_out(unaveraged=True))
 
-    def leave_out(self, *, over: bool) -> None:
+    def leave_out(self) -> None:
         """Tell the other ranks that this one takes no step; see :meth:`Averager.leave_out`."""
         if self._communicator.size == 1:
             return
         if self.reductions.are_done or self.reductions.are_begun:
-            if not over:
-                return
             cleared = [parameter for parameter in self.names if parameter.grad is None]
             # The other ranks take the step, or get here in the same way.
             self.average(used=False)

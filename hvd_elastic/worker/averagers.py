@@ -128,11 +128,11 @@ class Averagers:
         """See :meth:`EagerAverager.weight_sums`."""
         return [each for averager in self.eager for each in averager.weight_sums()]
 
-    def leave_out(self, *, over: bool) -> None:
+    def leave_out(self) -> None:
         """See :meth:`Averager.leave_out`; with several, the exchange of the body checks it."""
         if not self.several:
             for averager in self._live:
-                averager.leave_out(over=over)
+                averager.leave_out()
 
     def prepare(self) -> None:
         """See :meth:`GraphAverager.prepare`."""

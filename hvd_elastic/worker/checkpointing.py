@@ -1,10 +1,10 @@
 """Decides when the ranks take a checkpoint, and writes this rank's share of it.
 
-Rank 0 knows when a checkpoint is due. Its request is reduced together with the gradients of a step,
-so all ranks learn of it in the same step and copy the state at the same step boundary, without a
-message of its own. A checkpoint uses two step boundaries: at the first every rank allocates the
-buffer; all copy at the next one at which no rank is still allocating or writing the checkpoint
-before.
+Each rank knows when a checkpoint is due: one interval after the last one, or after the rank began.
+The first request is reduced together with the gradients of a step, so all ranks learn of it in the
+same step and copy the state at the same step boundary, without a message of its own. A checkpoint
+uses two step boundaries: at the first every rank allocates the buffer; all copy at the next one at
+which no rank is still allocating or writing the checkpoint before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Checkpointing:
             return [False, False, False]
         if self._worker.link is not None and self._worker.link.take_checkpoint_request():
             self._asked = True
-        due = self._worker.rank == 0 and time.monotonic() >= self._due
+        due = time.monotonic() >= self._due
         return [due, self._asked, self._writer.busy or self._behind()]
 
     def _behind(self) -> bool:

@@ -154,7 +154,17 @@ class Context:
         Args:
             dropped: number of examples that an epoch leaves out.
             planner: divides its steps.
+
+        Raises:
+            ScriptError: the batch adapts, and the training function runs.
         """
+        if planner.adapts and self.worker.in_train:
+            raise ScriptError(
+                f"{self.worker.frontend.loader}(max_batch_size=...) is called in the training "
+                "function, which is called again after a failure: what the batch has adapted to, "
+                "and the progress by which hvd.epochs and hvd.steps end, would begin again; make "
+                "it before"
+            )
         self.data.register(examples)
         worker = self.worker
         worker.data_sets.examples = examples
@@ -164,7 +174,7 @@ class Context:
             self.planner = planner
         if planner.adapts:
             self.keep("_adaptation", planner)
-            if worker.in_train or not worker.averagers.several:  # else hvd.run chooses
+            if not worker.averagers.several:  # else hvd.run chooses
                 self._adapt()
 
     def aim(self, count: int, unit: str) -> None:
@@ -442,9 +452,19 @@ class Context:
 
     def mark_consumed(self) -> None:
         """End the step in flight where the loop body ended without a step of our optimizer."""
-        if self.step.accumulating:  # the loop was left between two passes: no step was taken
+        step = self.step
+        if step.accumulating:  # the loop was left between two passes: no step was taken
             self.step_failed()
-        self._leave_out(over=True)
+        if not step.is_open:
+            return
+        step.is_left_out = True
+        try:
+            self.worker.averagers.leave_out()
+            self.exchange()
+        finally:
+            step.is_left_out = False
+        if step.is_open:  # a step that was called off does not count
+            self.step_done()
 
     def body_left(self) -> None:
         """Count the step of a loop body that was left by ``break`` after a step of an optimizer.
@@ -453,20 +473,6 @@ class Context:
         """
         whole = self.worker.averagers.several and not self.worker.communicator.broken
         if whole and self.step.stage is Stage.EXCHANGED:
-            self.step_done()
-
-    def _leave_out(self, *, over: bool) -> None:
-        """End the step in flight without our optimizer; ``over``: the loop body has ended."""
-        step = self.step
-        if not step.is_open:
-            return
-        step.is_left_out = True
-        try:
-            self.worker.averagers.leave_out(over=over)
-            self.exchange()
-        finally:
-            step.is_left_out = False
-        if step.is_open:  # a step that was called off does not count
             self.step_done()
 
     def check_left_out(self, begun: Any) -> None:
@@ -534,17 +540,14 @@ class Context:
             )
 
     def commit(self, metrics: Mapping[str, Any]) -> None:
-        """Store metrics; end a step that no optimizer took, or one without our loader."""
+        """Store metrics; end a step for examples that our loader did not hand out."""
         self.metrics.update(metrics)
         step = self.step
-        several = self.worker.averagers.several
         if self.data.has_loader and step.stage is not Stage.UNCOMMITTED:
-            if not (step.accumulating or several):
-                self._leave_out(over=False)
-            return
+            return  # the optimizer's step may follow; if not, the end of the loop body counts it
         # A script that reads its data itself: this is where its steps end.
         if step.stage is not Stage.UNCOMMITTED:  # a step that was taken has exchanged already
-            step.is_left_out = several
+            step.is_left_out = self.worker.averagers.several
             try:
                 self.exchange()
             finally:

@@ -203,11 +203,8 @@ class Averager(ABC):
         """
 
     @abstractmethod
-    def leave_out(self, *, over: bool) -> None:
-        """Tell the other ranks that this one takes no optimizer step for the batch in flight.
-
-        Args:
-            over: the loop body has ended, so no step will use gradients that were computed.
+    def leave_out(self) -> None:
+        """Tell the other ranks that this one has ended a loop body without an optimizer step.
 
         Raises:
             ScriptError: only some ranks leave the step out; names them.

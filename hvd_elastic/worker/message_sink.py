@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.events import append_event, as_record
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
@@ -58,14 +60,21 @@ class FileSink(Sink):
     to ``saved/``.
 
     Raises:
-        UsageError: TensorBoard output is asked for and the package is not installed.
+        UsageError: one of these variables has a value that cannot be used, or TensorBoard output is
+            asked for and the package is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"HVD_ELASTIC_RUN_FOLDER={folder}: this folder cannot be made: {error.strerror}. "
+                "Name one in a place where you may write"
+            ) from error
         self.audit = os.environ.get("HVD_ELASTIC_AUDIT") == "1"
-        self.checkpoint_every_s = float(os.environ.get("HVD_ELASTIC_CHECKPOINT_EVERY", "0"))
+        self.checkpoint_every_s = _checkpoint_every_s()
         self.checkpoint_folder = str(folder / "checkpoints")
         self.saved_folder = str(folder / SAVED_FOLDER)
         self._logs: dict[str, EventLog] = {}
@@ -106,6 +115,17 @@ class FileSink(Sink):
         if name not in self._logs:  # most ranks have nothing to record
             self._logs[name] = EventLog(self._folder / name)
         return self._logs[name]
+
+
+def _checkpoint_every_s() -> float:
+    told = os.environ.get("HVD_ELASTIC_CHECKPOINT_EVERY") or "0"
+    with contextlib.suppress(ValueError):
+        if 0 <= (every_s := float(told)) < math.inf:
+            return every_s
+    raise UsageError(
+        f"HVD_ELASTIC_CHECKPOINT_EVERY={told}: it must be the time between two checkpoints in "
+        "seconds, without a unit, such as 30; 0 for no checkpoints"
+    )
 
 
 def open_sink(link: AgentLink | None) -> Sink:

@@ -94,8 +94,13 @@ class Progress:
 
     def moved_to(self, place: Progress) -> Progress:
         """Return this progress at another place of the data."""
-        examples = place.examples
-        return replace(self, epoch=place.epoch, position=place.position, examples=examples)
+        return replace(
+            self,
+            epoch=place.epoch,
+            position=place.position,
+            examples=place.examples,
+            order_hash=place.order_hash,
+        )
 
     def next_epoch(self) -> None:
         """Move to the first position of the next epoch."""

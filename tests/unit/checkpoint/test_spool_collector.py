@@ -165,6 +165,20 @@ def test_a_checkpoint_is_there_when_all_shards_are(tmp_path: Path) -> None:
     assert not run.warnings
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_whole_state_of_one_rank_is_no_shard_of_the_others(tmp_path: Path, index: int) -> None:
+    """One of two ranks was lost while they wrote shards, and the other one wrote everything."""
+    run = Run(tmp_path)
+    run.written(10, index)
+    run.settle()
+    assert run.steps() == []
+    run.written(10, 0, count=1)
+    run.settle()
+    assert run.steps() == [10]
+    (event,) = run.events
+    assert event["shards"] == 1
+
+
 def test_what_misses_a_shard_is_not_offered_and_goes_with_the_next(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.written(10, 0, 1)

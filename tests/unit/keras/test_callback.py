@@ -96,6 +96,23 @@ def test_a_callback_that_stops_training_ends_it(alone: Context) -> None:
     assert alone.worker.progress.step == 4, "it ends after the next step"
 
 
+def test_the_last_checkpoint_has_the_best_weights_that_early_stopping_restores(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kept = model_of(), list[Any]()
+    monkeypatch.setattr(
+        alone.checkpoints, "take_checkpoint", lambda **_: kept.append(model.get_weights())
+    )
+    best = keras.callbacks.EarlyStopping("loss", mode="max", patience=2, restore_best_weights=True)
+    end = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: kept.append(model.get_weights()))
+    fit(model, None, best, end, epochs=9)
+    first, *_, last, saved = kept
+    assert len(kept) == 4, "three epochs, and the end"
+    assert not np.allclose(first[0], last[0])
+    np.testing.assert_array_equal(saved[0], first[0])
+    np.testing.assert_array_equal(model.get_weights()[0], first[0])
+
+
 def test_metrics_are_averaged_by_examples() -> None:
     rows: list[Any] = [(30, {"loss": 1.0, "lr": 0.1}), (10, {"loss": 2.0}), (0, {"loss": 9.0})]
     assert average_by_examples(rows) == {"loss": 1.25, "lr": 0.1}

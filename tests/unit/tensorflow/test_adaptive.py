@@ -41,7 +41,10 @@ class Training:
         options = {"batch_size": 16, "max_batch_size": 16, **options}
         rule = options.pop("lr_rule", None)
         targets = options.pop("targets", TARGETS)
+        worker = context.current().worker
+        worker.in_train = False
         self.dataset = hvd.dataset((INPUTS, targets), **options)
+        worker.in_train = True
         self.model = keras.Sequential(
             [keras.Input((5,)), keras.layers.Dense(1, kernel_initializer="zeros")]
         )
@@ -105,11 +108,11 @@ def torch_rows(
     from hvd_elastic.torch.optimizer import averager_of as torch_averager_of
 
     made = Context(Mode.ALONE, TorchFrontend())
-    made.worker.in_train = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "_context", made)
         pairs = list(zip(torch.from_numpy(INPUTS), torch.from_numpy(TARGETS), strict=True))
         loader: Any = hvd_torch.DataLoader(pairs, 16, max_batch_size=16)
+        made.worker.in_train = True
         model = torch.nn.Linear(5, 1)
         torch.nn.init.zeros_(model.weight)
         torch.nn.init.zeros_(model.bias)
@@ -259,6 +262,7 @@ def test_what_cannot_adapt_is_explained(
 
 def test_a_tape_cannot_adapt(alone: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hvd.DistributedGradientTape, "_averager", None)
+    alone.worker.in_train = False
     hvd.dataset(INPUTS, 16, max_batch_size=32)
     weights = tf.Variable(1.0)
     with hvd.DistributedGradientTape() as tape:

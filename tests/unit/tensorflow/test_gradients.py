@@ -23,6 +23,7 @@ from hvd_elastic.tensorflow.frontend import choose_optimizers
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.step import Pass
 
 
@@ -113,6 +114,23 @@ def test_no_variable_changes_if_one_reduction_fails(
     reference.apply([tf.ones(2), tf.ones(2)], alone_values)
     for variable, value in zip(training.variables, alone_values, strict=True):
         np.testing.assert_allclose(variable.numpy(), value.numpy(), rtol=1e-6)
+
+
+def test_a_commit_before_the_step_does_not_end_it(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the batch counts twice, and the next one is skipped."""
+    training = Training(monkeypatch)
+    alone.register_data(64, 0, Planner(8))
+    for step in (1, 2):
+        alone.hand_out(Pass(8, 1.0))
+        training.averager.prepare()
+        alone.commit({})
+        training.step(tf.constant(1.0))
+        training.averager.collect()
+        alone.mark_consumed()
+        progress = alone.worker.progress
+        assert (progress.step, progress.position) == (step, 8 * step)
 
 
 def test_helpers_of_the_state_are_compared_before_variables_change(

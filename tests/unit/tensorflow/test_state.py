@@ -22,9 +22,12 @@ import hvd_elastic.tensorflow as hvd
 from hvd_elastic.checkpoint.manifests import complete_checkpoint, newest_valid
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import CheckpointWriter
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.script.helper_copies import HelperCopies
+from hvd_elastic.tensorflow.collectives import to_gather, to_reduce
 from hvd_elastic.tensorflow.content import load_checkpoint
+from hvd_elastic.tensorflow.metrics import MetricSums
 from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 
@@ -166,6 +169,59 @@ def test_sums_over_ranks_are_of_numbers_and_tensors(alone: Context, kind: Any) -
         totals.add(loss=tf.zeros(2))
     with pytest.raises(ScriptError, match=r"is called in a tf\.function"):
         tf.function(lambda: totals.add(loss=tf.zeros(())))()
+
+
+_REDUCED = (tf.float32, tf.float64, tf.int32, tf.int64)
+"""Types that Horovod adds up exactly enough; it gathers these and those of 8 and 16 bits."""
+_KINDS = (*_REDUCED, tf.bool, tf.uint8, tf.int8, tf.float16, tf.bfloat16, tf.complex64)
+
+
+@pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: str(kind.name))
+def test_horovod_is_given_types_that_it_takes(kind: tf.DType) -> None:
+    given = tf.cast([[0, 1, 1], [1, 0, 1]], kind)
+    own = kind if kind.is_floating or kind.is_complex else None
+    for average, whole in ((False, tf.int64), (True, tf.float64)):
+        sent, received = to_reduce(given, average=average)
+        assert sent.dtype in _REDUCED
+        assert received(sent).dtype == (own or whole)
+        assert np.array_equal(tf.cast(received(sent), kind), given)
+    sent, received = to_gather(given)
+    assert sent.dtype in (*_REDUCED, tf.float16, tf.bool, tf.uint8, tf.int8, tf.uint16)
+    assert np.array_equal(received(tf.concat([sent, sent], 0)), tf.concat([given, given], 0))
+    assert received(to_gather(given[0, 0])[0]).shape == (1,)
+
+
+def test_a_mean_of_whole_numbers_is_no_whole_number(alone: Context) -> None:
+    class Two(LocalCommunicator):
+        size = 2
+
+        def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
+            return (array + tf.zeros_like(array)) / 2  # those of the other rank are 0
+
+    alone.worker.communicator = Two()
+    assert hvd.allreduce(tf.constant([1, 3]), "mean").numpy().tolist() == [0.5, 1.5]
+    assert hvd.allreduce(tf.constant(True), "share").numpy() == 0.5
+
+
+def test_counts_of_metrics_are_rounded(alone: Context) -> None:
+    """What ranks tell each other is a mean in float32, times their number."""
+
+    class Count(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = self.add_variable((2,), "zeros", dtype="int32", name="seen")
+
+        def update_state(self, *_: Any) -> None:
+            self.seen.assign_add([1, 1])
+
+        def result(self) -> Any:
+            return self.seen
+
+    count = Count()
+    found = MetricSums([count]).results(
+        np.array([4.9999998, 3.0000002]), lambda: {"seen": count.seen.numpy()}
+    )
+    assert found["seen"].tolist() == [5, 3]
 
 
 def test_tensorflow_scripts_import_no_pytorch_and_run_no_operation() -> None:

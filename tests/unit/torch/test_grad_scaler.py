@@ -228,6 +228,39 @@ def test_newcomers_and_checkpoints_have_its_scale(alone: Context) -> None:
     assert other.get_scale() == scaler.get_scale()
 
 
+def test_each_of_several_scalers_is_part_of_the_state_once(alone: Context) -> None:
+    made = [hvd.GradScaler(init_scale=scale) for scale in (2.0, 4.0, 8.0)]
+    objects = hvd.State(discriminator=made[2]).content().values["objects"]
+    assert sorted(each["scale"] for each in objects.values()) == [2.0, 4.0, 8.0]
+    assert objects["discriminator"]["scale"] == 8.0
+
+
+def test_a_scaler_that_is_made_while_training_runs_is_refused(alone: Context) -> None:
+    alone.worker.in_train = True
+    with pytest.raises(
+        ScriptError, match=r"hvd\.GradScaler\(\) is called in the training function"
+    ):
+        hvd.GradScaler()
+
+
+def test_a_body_with_a_scaler_for_each_optimizer_is_done_again(alone: Context) -> None:
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    both = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=1.0), m) for m in models]
+    scalers = [hvd.GradScaler(init_scale=4.0) for _ in models]
+    before = [model.weight.item() for model in models]
+    for called_off in (True, False):
+        hand_out(alone)
+        for model, optimizer, scaler in zip(models, both, scalers, strict=True):
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            scaler.unscale_(optimizer)
+        if called_off:
+            alone.step_failed()
+    for optimizer, scaler in zip(both, scalers, strict=True):
+        scaler.step(optimizer)
+        scaler.update()
+    assert [model.weight.item() for model in models] == pytest.approx([b - 1.0 for b in before])
+
+
 def test_pytorchs_own_scaler_is_refused_with_a_way_out(alone: Context) -> None:
     with pytest.raises(
         ScriptError, match=r"State\(scaler=\.\.\.\).*hvd_elastic\.torch\.GradScaler"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,46 @@ def trained(
     state = hvd.State(model=model, optimizer=optimizer)
     train(state)
     return model, state
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_step_over_two_epochs_follows_the_order_of_each(alone: Context, local: bool) -> None:
+    """That of the script, which gives each epoch one of its own; 12 batches are 3 steps."""
+    model, data = made()
+    optimizer = (
+        hvd.LocalOptimizer(sgd(model), model, every=4)
+        if local
+        else hvd.DistributedOptimizer(sgd(model), model)
+    )
+    indices = [*range(10)]
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(
+        data, BATCH, order=lambda epoch: indices[epoch:] + indices[:epoch]
+    )
+    seen: list[torch.Tensor] = []
+
+    @hvd.run
+    def train(state: Any) -> None:
+        if local:
+            for batch in hvd.steps(12, loader):
+                seen.append(batch[0])
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return
+        for batch in itertools.chain.from_iterable(loader for _ in hvd.epochs(4)):
+            seen.append(batch[0])
+            last = len(seen) % 4 == 0
+            with nullcontext() if last else optimizer.no_sync():  # type: ignore[attr-defined]
+                loss_of(model, batch).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert alone.worker.progress.examples == 40
+    assert alone.worker.progress.step == (12 if local else 3)
+    read = [indices[epoch:] + indices[:epoch] for epoch in range(4)]
+    assert torch.equal(torch.cat(seen), torch.cat([data.tensors[0][each] for each in read]))
 
 
 def reference(steps: int, every: int, inner: Make, outer: Make | None) -> torch.nn.Module:

@@ -377,8 +377,7 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error(
         hand_out(alone)
         if commits:
             alone.commit({})
-        else:
-            alone.mark_consumed()
+        alone.mark_consumed()
 
     goes_on(other_too=True)
     assert alone.worker.progress.step == 1
@@ -389,6 +388,32 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error(
     assert alone.worker.progress.step == 2
     with pytest.raises(ScriptError, match=r"step 3 was left out on rank 1 alone, of 2.*allreduce"):
         goes_on(other_too=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_a_commit_before_the_step_does_not_end_it(
+    alone: Context, ranks: int, after_backward: bool
+) -> None:
+    if ranks == 2:
+        alone.worker.communicator = TwoRanks(other=3.0)
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    alone.register_data(64, 0, Planner(8))
+    for step in (1, 2):
+        hand_out(alone)
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 1)).sum()
+        if after_backward:
+            loss.backward()
+        alone.commit({})
+        assert alone.worker.progress.step == step - 1, "a failure repeats the batch"
+        if not after_backward:
+            loss.backward()
+        optimizer.step()
+        alone.mark_consumed()
+        progress = alone.worker.progress
+        assert (progress.step, progress.position) == (step, 8 * step)
 
 
 def test_a_step_that_is_called_off_may_be_left_out(alone: Context) -> None:

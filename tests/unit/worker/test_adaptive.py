@@ -544,6 +544,15 @@ def test_other_misuse_is_named(alone: Context) -> None:
         hvd.DistributedOptimizer(sgd, model)
 
 
+def test_a_loader_that_adapts_is_made_before_the_training_function(alone: Context) -> None:
+    alone.worker.in_train = True
+    hvd.DataLoader(regression(400), 16)
+    with pytest.raises(
+        ScriptError, match=r"max_batch_size=\.\.\.\) is called in the training func"
+    ):
+        hvd.DataLoader(regression(400), 16, max_batch_size=16)
+
+
 def test_a_model_without_gradients_is_named_where_the_loader_is_made(alone: Context) -> None:
     model = torch.nn.Linear(20, 1).requires_grad_(False)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.checkpoint.manifests import newest_valid
 from hvd_elastic.communicator.interface import GenerationBrokenError, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.control.progress import Position
@@ -25,7 +27,7 @@ from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.script.horovod_names import explain_arguments
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.worker import context, metrics
+from hvd_elastic.worker import checkpointing, context, metrics
 from hvd_elastic.worker.checks.data_digest import DataDigest
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.debugging.uncaught import script_line
@@ -81,8 +83,10 @@ def train(
     stop_after: int | None = None,
     examples: int = 10,
     batch_size: int = 4,
+    mode: Mode = Mode.ALONE,
 ) -> Context:
     made = Context(Mode.ALONE, TorchFrontend())
+    made.worker.mode = mode
     monkeypatch.setattr(context, "_context", made)
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
@@ -148,6 +152,58 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
     result = check_audit(read_events_of(folder), finished=True)
     assert result.ok, result.problems()
     assert (result.steps, result.voided_steps) == (9, 0)
+
+
+def test_a_run_of_horovods_elastic_launcher_ends_with_a_checkpoint_and_its_metrics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("horovod.common.elastic", reason="Horovod is not built")
+
+    class Launcher:
+        """What Horovod's launcher does in a world that does not change."""
+
+        elastic = SimpleNamespace(
+            run=lambda function: lambda state: (state.sync(), function(state))[1]
+        )
+        broadcast_object = staticmethod(lambda item, **_: item)
+        rank = staticmethod(lambda: 0)
+
+    monkeypatch.setattr("hvd_elastic.script.run.load_horovod", lambda _: Launcher)
+    made = train(monkeypatch, 3, mode=Mode.HOROVOD_ELASTIC)
+    assert made.worker.progress.as_dict() == {"step": 9, "epoch": 3, "position": 0, "examples": 30}
+    newest = newest_valid(folder / "checkpoints")
+    assert newest is not None
+    assert newest.step == 9
+    told = [event for event in read_records(folder / "events.jsonl") if event["kind"] == "metrics"]
+    assert told[-1]["step"] == 9
+
+
+def test_any_rank_asks_for_the_checkpoint_that_is_due_and_all_take_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank 0 whose host keeps losing its worker has never been there for so long."""
+    now = [0.0]
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ranks = []
+    for rank in range(2):
+        made = Context(Mode.ALONE, TorchFrontend())
+        monkeypatch.setattr(context, "_context", made)
+        made.worker.communicator.rank = RingRank(rank)
+        hvd.State(number=rank)
+        ranks.append(made.checkpoints)
+        made.checkpoints.schedule()
+        now[0] += 400.0
+    now[0] = 1100.0
+    assert [each.wishes()[0] for each in ranks] == [True, False]
+    for each in ranks:
+        each.take_checkpoint(wait=True)
+    assert [each.wishes()[0] for each in ranks] == [False, False]
+    now[0] = 2099.0
+    assert [each.wishes()[0] for each in ranks] == [False, False], "one interval for all"
+    now[0] = 2100.0
+    assert [each.wishes()[0] for each in ranks] == [True, True]
+    for each in ranks:
+        each.close()
 
 
 def test_a_run_alone_writes_its_metrics_for_tensorboard(
