@@ -296,8 +296,8 @@ class _Task:
                 name=f"stdin of {host.name}",
                 daemon=True,
             ).start()
+        limit_s = self._time_left(self._settings.timeout_s)
         try:
-            limit_s = self._time_left(self._settings.timeout_s)
             status = running.wait(limit_s)
         except TimeoutError:
             own = limit_s == self._settings.timeout_s

@@ -11,6 +11,7 @@ import pytest
 
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.transfer import receive_file
 from hvd_elastic.tools.copy import fetching
 from hvd_elastic.tools.copy.fetching import fetch_from_each
 
@@ -22,11 +23,10 @@ def test_a_private_file_stays_private(
     source, folder = tmp_path / "key", tmp_path / "fetched"
     source.write_bytes(b"secret")
     source.chmod(mode)
-    real = fetching.receive_file
-    modes = []
+    modes: list[int] = []
 
     def receive(connection: Any, remote: str, write: Callable[..., object]) -> None:
-        real(connection, remote, write)
+        receive_file(connection, remote, write)
         modes.extend(stat.S_IMODE(path.stat().st_mode) for path in folder.glob(".tmp-*"))
 
     monkeypatch.setattr(fetching, "receive_file", receive)
