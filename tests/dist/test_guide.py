@@ -98,3 +98,8 @@ def _follow_guide(stage: Stage, folder: Path, environment: dict[str, str]) -> No
         for line in shown:
             if line != _LEFT_OUT:
                 assert shape(line) in printed, f"not printed: {line}\n{record}"
+    accuracies = r"(top-1 accuracy [\d.]+, top-5 [\d.]+)"
+    passes = re.findall(rf"\] pass \d+: loss [\d.]+, {accuracies}", record)
+    evaluated = re.findall(rf"\] {accuracies}, loss", record)
+    assert passes
+    assert evaluated == passes[-1:], f"the newest checkpoint is that of the last pass\n{record}"
