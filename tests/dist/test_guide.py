@@ -70,7 +70,7 @@ def test_every_command_prints_what_the_guide_shows(stage: Stage) -> None:
 
 
 def _follow_guide(stage: Stage, folder: Path, environment: dict[str, str]) -> None:
-    told = []
+    told: list[str] = []
     for command, shown in calls():
         here = command.replace("--epochs 15", "--epochs 5")  # they print the same
         for number, host in enumerate(stage.hosts, 1):
@@ -98,3 +98,9 @@ def _follow_guide(stage: Stage, folder: Path, environment: dict[str, str]) -> No
         for line in shown:
             if line != _LEFT_OUT:
                 assert shape(line) in printed, f"not printed: {line}\n{record}"
+    accuracies = r"(top-1 accuracy [\d.]+, top-5 [\d.]+)"
+    record = "\n".join(told)
+    passes = re.findall(rf"\] pass \d+: loss [\d.]+, {accuracies}", record)
+    evaluated = re.findall(rf"\] {accuracies}, loss", record)
+    assert passes
+    assert evaluated == passes[-1:], f"the newest checkpoint is that of the last pass\n{record}"
