@@ -59,6 +59,8 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         self._known: dict[Key, Parcel[ShardInfo]] = {}
         self._missed: Parcel[ShardInfo] | None = None
         """The newest checkpoint that could not be collected and is still in the spools."""
+        self._unwritten = ""
+        """Why a rank could not write its shard after that; empty: none has reported it."""
         self._restart: Callable[[], bool] | None = None
         """While this returns True, nothing is fetched: a restart has chosen its checkpoint."""
         self._beginning = threading.Lock()
@@ -113,7 +115,8 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
 
     def failed(self, host: str, message: str) -> None:
         """Handle a worker's report that it could not write its shard."""
-        self._complain("", f"host {host}: {message}")
+        self._unwritten = f"host {host}: {message}"
+        self._complain("", self._unwritten)
 
     def _add_shard(
         self, host: str, agent: HostFiles, described: Any, seconds: float = 0, blocked_s: float = 0
@@ -213,7 +216,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
 
     def _note_stored(self, parcel: Parcel[ShardInfo], stored: _Collected) -> Sequence[str]:
         info, problems = stored
-        self._writable, self._missed = True, None
+        self._writable, self._missed, self._unwritten = True, None, ""
         self.newest_step, self.newest_s = info.step, info.seconds
         if not info.not_finite or self.resume_step < 0:
             self.resume_step = info.step
@@ -250,9 +253,21 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         Args:
             searched_in_vain: whether a checkpoint that should exist was not found.
         """
-        needed = self._copies or self._missed or self.busy or searched_in_vain
-        if succeeded or not (needed or not self._writable):
+        needed = self._copies or self.busy or searched_in_vain or not self._writable
+        if not self._missed and (succeeded or not needed):
             self._release(None)
+
+    def missing(self, reached: int) -> str:
+        """Return that there is no checkpoint of the step that training has reached; empty: it is.
+
+        A rank that was lost before it had written its shard has told nothing.
+        """
+        if max(self.newest_step, 0) >= reached:
+            return ""
+        if self._missed is not None:
+            return f"{self.why_missed}. It stays on its hosts, from which --resume fetches it"
+        silent = f"a rank has ended before its shard of step {reached} was written"
+        return self._unwritten or silent
 
     # -- restoring -------------------------------------------------------------------------
 

@@ -110,8 +110,11 @@ class Fetching:
             self._run.loop.stop()
 
     def with_missing(self, finish: Finish) -> Finish:
-        """Return how the run ends, given which saved files could not be fetched."""
+        """Return how the run ends, given which files of its hosts could not be fetched."""
         missing = self.saved.missing()
+        if finish.status == "succeeded" and self._run.spec.checkpoint_every_s:
+            reached = self._run.progress.reached.step
+            missing = "; ".join(filter(None, (self.checkpoints.missing(reached), missing)))
         if not missing:
             return finish
         if finish.status == "succeeded":

@@ -207,6 +207,34 @@ def test_where_checkpoints_cannot_be_written_the_spools_stay(tmp_path: Path) -> 
     assert run.hosts["node0"].steps() == []
 
 
+def test_the_last_checkpoint_stays_in_the_spools_until_it_is_here(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    assert run.collector.missing(10) == ""
+    run.written(20, 0)  # the rank of shard 1 was killed
+    run.settle()
+    assert run.collector.missing(20) == "a rank has ended before its shard of step 20 was written"
+    run.collector.failed("node1", "no checkpoint was written: /spool is full")
+    assert run.collector.missing(20) == "host node1: no checkpoint was written: /spool is full"
+    run.hosts["node1"].reachable = False
+    run.written(20, 1)
+    run.settle()
+    assert run.collector.missing(20).startswith(
+        "the checkpoint of step 20 was not kept: host node1"
+    )
+    run.end(succeeded=True)
+    assert run.hosts["node1"].steps() == [(20, 1)], "the only copy"
+    run.hosts["node1"].reachable = True
+    (missed,) = run.collector._known.values()
+    missed.retry.at = 0.0
+    run.collector.fetch_due()
+    run.settle()
+    assert run.collector.missing(20) == ""
+    run.end(succeeded=True)
+    assert run.hosts["node1"].steps() == []
+
+
 def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.written(10, 0, 1)

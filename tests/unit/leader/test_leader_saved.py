@@ -13,7 +13,7 @@ import pytest
 from hvd_elastic.checkpoint import spool_collector
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control.endings import StopCause
-from hvd_elastic.control.progress import Activity
+from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
@@ -144,6 +144,25 @@ def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
     assert ended.message.startswith("training has ended, and the file 'best.pt' that the script")
     stopped = run.leader._fetching.with_missing(cmd.Finish("stopped", "Ctrl-C"))
     assert (stopped.status, stopped.message[:16]) == ("stopped", "Ctrl-C; the file")
+
+
+def test_a_training_without_the_checkpoint_of_its_end_has_failed_and_can_be_resumed(
+    run: Run,
+) -> None:
+    fetching, progress = run.leader._fetching, run.leader._run.progress
+    fetching.saved._wanted.clear()
+    assert fetching.with_missing(DONE) == DONE, "a command takes no steps"
+    progress.reached = Position(20, 1, 0, 160)
+    fetching.checkpoints.newest_step = 10
+    ended = fetching.with_missing(DONE)
+    assert (ended.status, ended.message) == (
+        "failed",
+        "training has ended, and a rank has ended before its shard of step 20 was written",
+    )
+    for status in ("failed", "stopped"):
+        assert fetching.with_missing(cmd.Finish(status, "why")) == cmd.Finish(status, "why")
+    fetching.checkpoints.newest_step = 20
+    assert fetching.with_missing(DONE) == DONE
 
 
 def test_a_host_that_leaves_keeps_its_agent_until_its_file_has_arrived(run: Run) -> None:
