@@ -33,8 +33,8 @@ from hvd_elastic.wire import messages as msg
 _OTHER_CODE = (
     "worker {name} runs another {files} than the workers before it: it was changed after they "
     "started, or hosts have different copies. Ranks with different code may train wrongly, or end "
-    "the run. Bring the same file to all hosts (copyclust HOSTFILE FILE), or have all run the new "
-    "one: hvd-elastic stop, then hvd-elastic run --resume"
+    "the run. Bring the same file to all hosts (copyclust HOSTFILE PATH PATH), or have all run "
+    "the new one: hvd-elastic stop, then hvd-elastic run --resume"
 )
 
 _NOT_STARTED = 127
