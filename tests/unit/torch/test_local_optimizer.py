@@ -479,6 +479,8 @@ def test_a_failure_sets_the_learning_rate_of_the_outer_optimizer_back(alone: Con
 
 
 def broken_body(problem: str) -> Callable[[Any, Any], None]:
+    scaler = hvd.GradScaler("cpu")
+
     def body(state: Any, optimizer: Any) -> None:
         if problem == "twice":
             optimizer.step()
@@ -486,7 +488,6 @@ def broken_body(problem: str) -> Callable[[Any, Any], None]:
             with optimizer.no_sync():
                 pass
         elif problem == "scaler":
-            scaler = hvd.GradScaler("cpu")
             scaler.scale(loss_of(state.model, made()[1][:2])).backward()
         elif problem == "step_weight":
             hvd.step_weight(3)
