@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 
 from datasets_prep.common import is_of_storage
 from datasets_prep.packed import BROKEN, CHUNK_BYTES, PACKED, opened, unpacked_size
-from hvd_elastic.data.files import file_size, files_below
+from hvd_elastic.data.files import file_size, files_below, leads_to_folder
 from hvd_elastic.errors import DataError
 from hvd_elastic.json_text import parse_json
 
@@ -146,9 +146,8 @@ class Pieces(Sequence[Piece]):
 
         def why_left_out(entry: os.DirEntry[str]) -> str:
             path = Path(entry.name)
-            if entry.name[0] == ".":
-                return "hidden"
-            if entry.is_dir() or _ending(path) in endings:
+            is_folder = entry.is_dir(follow_symlinks=False) or leads_to_folder(entry)
+            if is_folder or _ending(path) in endings:
                 return ""
             return path.suffix.lower() or "without ending"
 

@@ -75,7 +75,7 @@ def test_short_documents_are_packed_with_a_separator(
     words = ["--source", source, "--out", out, "--length", 30]
     assert call(monkeypatch, *words) == 0
     said = capsys.readouterr()
-    assert "2 files are left out, which are no texts by their names: hidden (1), .csv" in said.err
+    assert "2 files are left out, which are no texts by their names: hidden, or of a " in said.err
     assert "780 tokens used, 20 lost at ends of pieces" in said.out
     read = b"".join(array.astype(np.uint8) for array in ShardDataset(out))
     assert read == b"".join(b"note %02d\0" % number for number in range(100))[:780]
@@ -189,27 +189,33 @@ def test_links_and_folders_that_cannot_be_read_are_not_left_out_without_a_word(
     (source / "linked").symlink_to(tmp_path / "elsewhere")
     (source / "c.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
     (source / "gone.txt").symlink_to("nowhere")
+    (source / "loop.txt").symlink_to("loop.txt")
+    (source / "loop").symlink_to("loop")
     os.mkfifo(source / "pipe.txt")
     words = ["--source", source, "--length", 8, "--out"]
     assert call(monkeypatch, *words, tmp_path / "out") == 0
-    assert "1 files are left out, which are no texts by their names: links to folders (1)" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "2 files are left out, which are no texts by their names: " in said
+    assert "links to folders (1)" in said
     assert (tmp_path / "out" / "skipped.txt").read_text().splitlines() == [
         "gone.txt: No such file or directory",
+        "loop.txt: Too many levels of symbolic links",
         "pipe.txt: it is a named pipe, no file",
     ]
     assert b"another" in b"".join(
         array.astype(np.uint8) for array in ShardDataset(tmp_path / "out")
     )
-    scan = os.scandir
+    scan, refused = os.scandir, ["lost+found"]
+    (source / "lost+found").mkdir()
 
     def refuse(path: Any) -> Any:
-        if Path(path).name == "a":
+        if Path(path).name in refused:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
+    assert call(monkeypatch, *words, tmp_path / "third") == 0
+    refused.append("a")
     assert call(monkeypatch, *words, tmp_path / "other") == 1
     assert f"error: {source / 'a'}: Permission denied" in capsys.readouterr().err
 
