@@ -85,6 +85,7 @@ def result_of(
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         print(f"error: {error.filename or place}: {error.strerror or error}", file=sys.stderr)
+        return None, error.exit_status
     except KeyboardInterrupt:
         print(interruption, file=sys.stderr)
         return None, 130

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from datasets_prep.common import progress_bar
 from hvd_elastic.data.files import sha256_of
+from datasets_prep.on_hosts import OtherDataError
 from hvd_elastic.data.index import INDEX, Shard, load_index, require_size, table_path
 from hvd_elastic.data.processes import in_processes
 from hvd_elastic.errors import DataError
@@ -106,7 +107,7 @@ def done_before(
     except FileNotFoundError:
         other = [path.name for path in folder.iterdir() if path.name[0] != "."]
         if other and not shards_too:
-            raise DataError(
+            raise OtherDataError(
                 f"{folder} holds other files ({other[0]}); name a new or empty folder"
             ) from None
         return {}
@@ -164,7 +165,7 @@ def _require_same(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> Non
         if settings:
             name = settings[0]
             difference = f"{name.replace('_', ' ')} {was.get(name)} instead of {now.get(name)}"
-        raise DataError(
+        raise OtherDataError(
             f"{folder} was made from {difference}; name another folder, make this one anew with "
             "--again, or use its settings"
         )

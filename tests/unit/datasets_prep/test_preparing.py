@@ -20,7 +20,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,11 @@ from datasets_prep import (
     index_shards,
     pictures,
 )
+from datasets_prep.on_hosts import DISAGREES, prepare_on_hosts
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.data.index import Index
 from hvd_elastic.errors import DataError
+from hvd_elastic.hosts.hostfile import Host
 from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.waiting import until
@@ -811,7 +813,7 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     error = capsys.readouterr().err
     assert "lacks owl/owl0.jpg, which is not damaged; remove that shard" in error
     (birds / "owl" / "more.jpg").write_bytes(whole)
-    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == DISAGREES
     assert "would be another one on this host than where the call" in capsys.readouterr().err
     (birds / "owl" / "more.jpg").unlink()
     owl.write_bytes(bytes(len(whole)))
@@ -833,21 +835,21 @@ def test_a_host_refuses_to_mix_shards_that_were_made_from_something_else(
     capsys.readouterr()
     whole = owl.read_bytes()
     owl.write_bytes(whole + b"of another edition")
-    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert call(monkeypatch, image_folder, *begin[0]) == DISAGREES
     assert "or files of other sizes" in capsys.readouterr().err
     owl.write_bytes(whole)
-    assert call(monkeypatch, image_folder, *begin[1]) == 1
+    assert call(monkeypatch, image_folder, *begin[1]) == DISAGREES
     assert "would be another one on this host" in capsys.readouterr().err
     assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 0, "nothing is there yet"
     assert call(monkeypatch, image_folder, *begin[0]) == 0
     shutil.copy(tmp_path / "0" / "out" / "out-000000.tar", out)  # as a host receives it
-    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == DISAGREES
     assert "was made from resize 0 instead of 20" in capsys.readouterr().err
     assert call(monkeypatch, image_folder, *on_host(birds, out, digests[0])) == 0
     assert load_index(out) == load_index(tmp_path / "0" / "out")
-    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == DISAGREES
     (out / "index.json").unlink()  # nobody knows any more what these shards were made from
-    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert call(monkeypatch, image_folder, *begin[0]) == DISAGREES
     assert "holds other files" in capsys.readouterr().err
 
 
@@ -867,6 +869,42 @@ def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
         process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)
         until(lambda: len([*out.glob("*.tar")]) >= 11, process=process)
         process.kill()
+@pytest.mark.parametrize(("status", "expected"), [(1, ["b"]), (DISAGREES, [])])
+def test_only_a_host_that_disagrees_stops_the_others(
+    birds: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    expected: list[str],
+) -> None:
+    out = tmp_path / "out"
+    assert call(monkeypatch, image_folder, *on_host(birds, out, "digest", "begin")) == DISAGREES
+    gone = on_host(tmp_path / "gone", out, "digest", "begin")
+    assert call(monkeypatch, image_folder, *gone) == 1, "it fails, and does not disagree"
+    hosts, copied = tmp_path / "hosts", list[str]()
+    hosts.write_text("a\nb\n")
+
+    def run(hosts: list[Host], *_: object) -> Iterator[SimpleNamespace]:
+        """One host ends with a status; of the others the index comes back."""
+        for host in hosts:
+            result = SimpleNamespace(exit_status=status, stderr=b"error: its disk fails")
+            answer = SimpleNamespace(stdout='[{"shards": 1}]')
+            ok = host.name != "a"
+            yield SimpleNamespace(host=host, ok=ok, value=result, answer=answer, error="")
+
+    def copy(hosts: list[Host], *_: object) -> Iterator[SimpleNamespace]:
+        for host in hosts:
+            copied.append(host.name)
+            answer = SimpleNamespace(fetched=1, files=0)
+            yield SimpleNamespace(host=host, ok=True, answer=answer)
+
+    monkeypatch.setattr("hvd_elastic.tools.run.commands.run_on_hosts", run)
+    monkeypatch.setattr("hvd_elastic.tools.copy.copying.copy_to_hosts", copy)
+    with pytest.raises(DataError, match="a: error: its disk fails"):
+        prepare_on_hosts(hosts, out, ["out-000000.tar"], "digest")
+    assert copied == expected
+
+
         process.communicate(timeout=LIMIT_S)
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert call(monkeypatch, image_folder, *words, *given) == 0
