@@ -613,6 +613,31 @@ def test_of_two_at_once_in_one_environment_the_second_installs_nothing(workshop,
     monkeypatch.setattr(build_horovod, "installed_build", lambda: next(answers))
     build_horovod.provide_horovod(INPUTS)
     assert workshop == []
+@pytest.mark.parametrize("works", [True, False])
+def test_a_kept_wheel_that_no_longer_imports_is_built_anew(
+    workshop, monkeypatch, tmp_path, capsys, works
+):
+    """Unless its framework does not import either: that is not the wheel's fault."""
+    (tmp_path / "torch.py").write_text("" if works else "raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    build_horovod.provide_horovod(INPUTS)
+    install_wheel = build_horovod.install_wheel
+
+    def fail_once(*_):
+        monkeypatch.setattr(build_horovod, "install_wheel", install_wheel)
+        raise build_horovod.UnfitWheelError("undefined symbol")
+
+    monkeypatch.setattr(build_horovod, "install_wheel", fail_once)
+    if works:
+        build_horovod.provide_horovod(INPUTS)
+        assert "is built again: undefined symbol" in capsys.readouterr().out
+    else:
+        with pytest.raises(BuildError, match="undefined symbol"):
+            build_horovod.provide_horovod(INPUTS)
+    assert workshop.count("build") == 1 + works
+    assert horovod_wheel.cached_wheel(INPUTS) is not None
+
+
 
 
 def test_a_failed_build_keeps_nothing(workshop, monkeypatch):
