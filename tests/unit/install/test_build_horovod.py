@@ -23,6 +23,7 @@ from hvd_elastic.errors import BuildError
 from hvd_elastic.install import build_horovod, horovod_wheel, prerequisites
 from hvd_elastic.install.horovod_wheel import BuildInputs
 from hvd_elastic.install.prerequisites import PREREQUISITES
+from hvd_elastic.programs import nvidia
 from tests.paths import LIMIT_S
 
 INPUTS = BuildInputs(
@@ -126,6 +127,21 @@ def test_without_a_gpu_horovod_is_for_cpus_whatever_torch_is_for(monkeypatch, tm
     fake_program(tmp_path, "nvidia-smi", "echo NVIDIA H100")
     monkeypatch.setattr(horovod_wheel, "installed_build", lambda: None)
     assert horovod_wheel.detect_inputs("x") == with_cuda
+
+
+def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tmp_path):
+    fake_program(tmp_path, "nvidia-smi", "exec sleep 60")
+    monkeypatch.setattr(nvidia, "LIMIT_S", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    torch = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
+    monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: torch)
+    for with_nccl in (True, False):
+        chosen = horovod_wheel.detect_inputs("x", with_nccl=with_nccl)
+        monkeypatch.setattr(horovod_wheel, "installed_build", lambda name=chosen.name: name)
+        assert horovod_wheel.detect_inputs("x") == chosen
+    monkeypatch.setattr(horovod_wheel, "installed_build", lambda: "another")
+    with pytest.raises(BuildError, match="make horovod ARGS=--without-nccl"):
+        horovod_wheel.detect_inputs("x")
 
 
 @pytest.mark.parametrize(
@@ -597,22 +613,6 @@ def test_a_new_wheel_that_does_not_import_is_not_kept(workshop, monkeypatch):
     assert horovod_wheel.cached_wheel(INPUTS) is None
 
 
-def test_a_wheel_that_cannot_be_kept_is_installed(workshop, monkeypatch, capsys):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(build_horovod, "keep_wheel", fail)
-    build_horovod.provide_horovod(INPUTS)
-    assert workshop == ["build", "install"]
-    assert "its wheel is not kept, since" in capsys.readouterr().out
-
-
-def test_of_two_at_once_in_one_environment_the_second_installs_nothing(workshop, monkeypatch):
-    """The first one's training may have begun."""
-    answers = iter([None, INPUTS.name])  # before it waits for the lock, and after
-    monkeypatch.setattr(build_horovod, "installed_build", lambda: next(answers))
-    build_horovod.provide_horovod(INPUTS)
-    assert workshop == []
 @pytest.mark.parametrize("works", [True, False])
 def test_a_kept_wheel_that_no_longer_imports_is_built_anew(
     workshop, monkeypatch, tmp_path, capsys, works
@@ -638,6 +638,22 @@ def test_a_kept_wheel_that_no_longer_imports_is_built_anew(
     assert horovod_wheel.cached_wheel(INPUTS) is not None
 
 
+def test_a_wheel_that_cannot_be_kept_is_installed(workshop, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build_horovod, "keep_wheel", fail)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install"]
+    assert "its wheel is not kept, since" in capsys.readouterr().out
+
+
+def test_of_two_at_once_in_one_environment_the_second_installs_nothing(workshop, monkeypatch):
+    """The first one's training may have begun."""
+    answers = iter([None, INPUTS.name])  # before it waits for the lock, and after
+    monkeypatch.setattr(build_horovod, "installed_build", lambda: next(answers))
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == []
 
 
 def test_a_failed_build_keeps_nothing(workshop, monkeypatch):
