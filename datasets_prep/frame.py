@@ -448,10 +448,10 @@ def _one_line(text: str) -> str:
 def _reason(source: AnySource, error: Exception) -> str:
     """Return the line for a damaged source; raises DataError if not the source is at fault."""
     reason = f"{source.name}: {getattr(error, 'strerror', None) or error}"
-    if is_of_storage(error):
+    if is_of_storage(error, was_there=max(source.file_bytes, source.size) >= 0):
         raise DataError(
             f"{reason}; that is no damage of the file, so it is not skipped: the same call, "
-            "without --again, goes on where this one stopped"
+            "without --again, goes on where this one stopped; if it fails again, remove the file"
         ) from error
     return reason
 

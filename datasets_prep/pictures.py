@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from datasets_prep.common import is_of_storage
+from datasets_prep.common import is_of_storage, unlisted
 from datasets_prep.frame import Source
 from hvd_elastic.data.decoding import explained, open_picture, orientation, to_rgb, turned
 from hvd_elastic.data.files import HIDDEN, LINKS, files_below, is_shown, leads_to_folder
@@ -178,7 +178,7 @@ class Files(Sequence[Source]):
                 found = entry.stat()
             except OSError as error:
                 if is_of_storage(error):
-                    raise
+                    raise unlisted(entry.path, error) from error
                 # A link that leads nowhere.
                 self._sizes.append(-1)
                 continue

@@ -195,7 +195,9 @@ def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
     assert not (tmp_path / "strict" / "index.json").exists()
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE])
+@pytest.mark.parametrize(
+    "number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENOENT, errno.EACCES]
+)
 def test_a_storage_that_fails_for_a_while_costs_no_picture(
     birds: Path,
     tmp_path: Path,
@@ -216,6 +218,7 @@ def test_a_storage_that_fails_for_a_while_costs_no_picture(
         assert call(patched, image_folder, *words) == 1
     error = capsys.readouterr().err
     assert f"error: owl/owl3.jpg: {os.strerror(number)}; that is no damage of the file" in error
+    assert "if it fails again, remove the file" in error
     assert call(monkeypatch, image_folder, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)[0]
     assert (found["examples"], found["skipped"]) == (12, [])

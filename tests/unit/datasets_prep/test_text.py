@@ -17,6 +17,7 @@ import pytest
 
 from datasets_prep import documents, frame, text
 from hvd_elastic.data import ShardDataset, load_index
+from hvd_elastic.data.files import file_size
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -140,8 +141,12 @@ no
     assert "error: byte.txt: 1 characters" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
 def test_a_storage_that_fails_for_a_while_costs_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
 ) -> None:
     source, out = tmp_path / "books", tmp_path / "out"
     for name in ("a.txt", "b.txt"):
@@ -149,14 +154,26 @@ def test_a_storage_that_fails_for_a_while_costs_no_text(
 
     def fail(path: str) -> Any:
         if path.endswith("b.txt"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            raise OSError(number, os.strerror(number), path)
         return Path(path).open("rb")
 
     words = ["--source", source, "--out", out, "--length", 8]
     with monkeypatch.context() as patched:
         patched.setattr(documents, "opened", fail)
         assert call(patched, *words) == 1
-    assert f"{os.strerror(errno.ESTALE)}; that is no damage" in capsys.readouterr().err
+    assert f"{os.strerror(number)}; that is no damage" in capsys.readouterr().err
+
+    def fail_to_list(path: Path) -> int:
+        if path.name == "b.txt":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return file_size(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(documents, "file_size", fail_to_list)
+        assert call(patched, *words) == 1
+    assert f"b.txt: {os.strerror(errno.EIO)}; call again, and if it fails again, remove" in (
+        capsys.readouterr().err
+    )
     assert call(monkeypatch, *words) == 0
     assert not (out / "skipped.txt").exists()
 
