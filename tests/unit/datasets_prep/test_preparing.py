@@ -640,6 +640,19 @@ def test_a_call_that_is_interrupted_while_it_removes_shards_goes_on(
     assert len([*out.glob("*.tar*")]) == 2 * 3, "those of the earlier call are removed"
 
 
+def test_a_full_disk_does_not_keep_old_shards_from_being_removed(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path / "disk", "1m") as disk:
+        words = ["--source", birds, "--out", disk / "out", "--per-shard", 3]
+        assert call(monkeypatch, image_folder, *words) == 0
+        with (disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        assert call(monkeypatch, image_folder, *words, "--sample", 2, "--again") == 0
+        assert sum(shard.examples for shard in verify(disk / "out").shards) == 2
+
+
 def test_sources_and_classes_that_cannot_be_used_are_explained(
     birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -856,22 +869,6 @@ def test_a_host_refuses_to_mix_shards_that_were_made_from_something_else(
     assert "holds other files" in capsys.readouterr().err
 
 
-def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
-    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, whole, sent = tmp_path / "out", tmp_path / "whole" / "out", tmp_path / "sent"
-    words = ("--source", birds, "--per-shard", 1)
-    assert call(monkeypatch, image_folder, *words, "--out", whole) == 0
-    index = load_index(whole)
-    names = tmp_path / "names"
-    names.write_text("".join(f"{shard.name}\n" for shard in index.shards))
-    sent.mkdir()
-    given = ("--out", out, "--on-host", out, frame.digest_of(index.made_from), names, sent)
-    command = [sys.executable, image_folder.__file__, "--processes", 2, *words, *given]
-    with held(birds / "tit" / "tit5.jpg"):
-        process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)
-        until(lambda: len([*out.glob("*.tar")]) >= 11, process=process)
-        process.kill()
 @pytest.mark.parametrize(("status", "expected"), [(1, ["b"]), (DISAGREES, [])])
 def test_only_a_host_that_disagrees_stops_the_others(
     birds: Path,
@@ -908,6 +905,22 @@ def test_only_a_host_that_disagrees_stops_the_others(
     assert copied == expected
 
 
+def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole, sent = tmp_path / "out", tmp_path / "whole" / "out", tmp_path / "sent"
+    words = ("--source", birds, "--per-shard", 1)
+    assert call(monkeypatch, image_folder, *words, "--out", whole) == 0
+    index = load_index(whole)
+    names = tmp_path / "names"
+    names.write_text("".join(f"{shard.name}\n" for shard in index.shards))
+    sent.mkdir()
+    given = ("--out", out, "--on-host", out, frame.digest_of(index.made_from), names, sent)
+    command = [sys.executable, image_folder.__file__, "--processes", 2, *words, *given]
+    with held(birds / "tit" / "tit5.jpg"):
+        process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)
+        until(lambda: len([*out.glob("*.tar")]) >= 11, process=process)
+        process.kill()
         process.communicate(timeout=LIMIT_S)
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert call(monkeypatch, image_folder, *words, *given) == 0
