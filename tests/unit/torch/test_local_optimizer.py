@@ -536,6 +536,12 @@ def test_what_a_loop_body_must_not_do(alone: Context, problem: str, words: str) 
         trained(10, broken_body(problem), every=3)
 
 
+def test_a_step_after_the_end_of_a_period_is_refused(alone: Context) -> None:
+    with pytest.raises(ScriptError, match="whose period has ended by an earlier") as caught:
+        trained(10, lambda _, optimizer: optimizer.step(), every=1)
+    assert "commit" not in str(caught.value), "it ends no period"
+
+
 def test_a_loop_that_is_left_within_a_period_is_refused(alone: Context) -> None:
     model, data = made()
     optimizer = hvd.LocalOptimizer(sgd(model), model, every=4)
