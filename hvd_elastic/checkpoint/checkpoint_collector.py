@@ -281,16 +281,13 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         """
         if max(self.newest_step, 0) >= reached:
             return ""
-        complete = [each for each in self._parcels() if each.sources[0].entry.step == reached]
-        if not complete:
+        parcels = (each for each in self._parcels() if each.sources[0].entry.step == reached)
+        last = next(parcels, None)
+        if last is None:
             silent = f"a rank has ended before its shard of step {reached} was written"
             return self._unwritten or silent
-        why = (
-            self._why(complete[0])
-            if complete[0].error
-            else (f"{complete[0].words} has not been fetched yet")
-        )
-        if self._is_there(complete[0]):
+        why = self._why(last) if last.error else f"{last.words} has not been fetched yet"
+        if self._is_there(last):
             return f"{why}. It stays on its hosts, from which --resume fetches it"
         return f"{why}. --resume fetches it from its hosts when all of them are up"
 
