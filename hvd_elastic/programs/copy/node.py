@@ -301,6 +301,7 @@ class Destination(Node):
             config["patterns"],
             config["deletes"],
             config["checksum"],
+            config["passing"],
         )
         if config["shard"] is not None:
             plan.take_share(*config["shard"])
