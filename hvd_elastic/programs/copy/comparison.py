@@ -79,6 +79,7 @@ class Comparison:
         deletes: whether entries that the source does not have are removed.
         checksum: whether contents are compared even where size and time agree.
         passing: those of the patterns that keep nothing below a path that is to be removed.
+        trusted: paths of files that are the source's, whoever owns them.
 
     Attributes:
         tree: the tree; a single file is turned into a folder with one entry.
@@ -103,6 +104,7 @@ class Comparison:
         deletes: bool,
         checksum: bool,
         passing: Collection[str] = (),
+        trusted: Collection[str] = (),
     ) -> None:
         root = place = os.path.realpath(place)
         if not tree.is_folder:
@@ -114,6 +116,7 @@ class Comparison:
         self.tree = tree
         self.folders = Folders(root)
         self.deletes = deletes
+        self.trusted = trusted
         self._patterns = patterns
         self._keeping = [pattern for pattern in patterns if pattern not in passing]
         self.needed: list[int] = []
@@ -137,7 +140,11 @@ class Comparison:
             elif (
                 checksum
                 or status.st_mtime_ns != file.mtime_ns
-                or (is_foreign(status) and self.folders.others_write(file.path))
+                or (
+                    file.path not in trusted
+                    and is_foreign(status)
+                    and self.folders.others_write(file.path)
+                )
             ):
                 self.doubtful.append(index)
             elif stat.S_IMODE(status.st_mode) != file.mode:
