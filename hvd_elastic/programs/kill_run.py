@@ -14,6 +14,7 @@ Processes are found by environment and parentage, so that no other process is to
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -69,19 +70,19 @@ def job_key(job: str, variables: dict[str, str]) -> tuple[str | None, ...]:
     return (job,) if is_named else (job, *map(variables.get, MEETING_POINT))
 
 
-def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> bool:
-    """Return whether only workers and their shells are between a worker and init.
+def launched(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> float | None:
+    """Return when the launcher of a worker was started; None if it is left behind.
 
-    Any other process in between, such as a living launcher, an sshd or a terminal, means that
-    somebody still controls the job.
+    It is if only workers and their shells are between it and init. Any other process in between,
+    such as a living launcher, an sshd or a terminal, means that somebody still controls the job.
     """
     while True:
         parent = processes[pid].parent
         name = read(parent, "comm").strip()
         if name == b"systemd" or (parent == 1 and not is_launcher(parent)):
-            return True
+            return None
         if parent not in processes or not (parent in jobs or name in SHELLS):
-            return False
+            return processes.get(parent, processes[pid]).started
         pid = parent
 
 
@@ -138,10 +139,18 @@ def find(
         found = {pid: environment(pid) for pid in processes}
         jobs = {pid: job for pid in found for job in [job_of(found[pid], ours)] if job is not None}
         keys = {pid: job_key(jobs[pid], found[pid]) for pid in jobs}
-        left = {pid for pid in jobs if is_left_behind(pid, processes, jobs)}
-        # What a worker of a live job has started in the background is not left behind.
-        alive = {keys[pid] for pid in jobs if pid not in left}
-        marked = {pid: jobs[pid] for pid in left if keys[pid] not in alive}
+        starts = {pid: launched(pid, processes, jobs) for pid in jobs}
+        alive: dict[tuple[str | None, ...], float] = {}
+        for pid, start in starts.items():
+            if start is not None:
+                alive[keys[pid]] = min(start, alive.get(keys[pid], start))
+        # What a worker of a live job has started in the background is not left behind. What is
+        # older than the job is of one that was started with the same name before.
+        marked = {
+            pid: jobs[pid]
+            for pid, start in starts.items()
+            if start is None and processes[pid].started < alive.get(keys[pid], math.inf)
+        }
     else:
         runs = {pid: environment(pid).get(variable) for pid in processes}
         marked = {pid: name for pid, name in runs.items() if name is not None}

@@ -18,7 +18,7 @@ from tests import other_user
 from tests.paths import ROOT
 
 LEFT = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from hvd_elastic.programs.kill_run import find
 
 def orphan(port):
@@ -30,9 +30,19 @@ names = {orphan("1"): "of a live job", orphan("2"): "of a dead job"}
 worker = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "1"}
 with subprocess.Popen(["sleep", "600"], env=worker) as held:
     names[held.pid] = "held"
-    print(json.dumps([names[process.pid] for process in find(None, strays=True)]))
+    names[orphan("3")] = "of a job before"
+    time.sleep(0.05)  # a start is known to 10 ms
+    again = "import os, subprocess; subprocess.run(['cat'], env={**os.environ, **%r})"
+    again %= {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "3"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", again], **pipes) as launcher:
+        launcher.stdin.write(b"x\\n")
+        launcher.stdin.flush()
+        launcher.stdout.readline()
+        print(json.dumps(sorted(names[process.pid] for process in find(None, strays=True))))
     held.kill()
 """
+STRAYS = ["of a dead job", "of a job before"]
 
 
 def makes_containers() -> bool:
@@ -46,13 +56,21 @@ def makes_containers() -> bool:
 
 @other_user.needs_root
 @pytest.mark.skipif(not makes_containers(), reason="`unshare --pid --mount-proc` does not work")
-@pytest.mark.parametrize(("first", "strays"), [("init", ["of a dead job"]), ("torchrun", [])])
+@pytest.mark.parametrize(
+    ("first", "strays"), [("init", STRAYS), ("torchrun", [])]
+)
 def test_a_worker_of_a_live_job_is_no_stray(tmp_path: Path, first: str, strays: list[str]) -> None:
     """In a container, whose first process gets the orphans, and may be the launcher."""
     program = shlex.join([sys.executable, "-c", LEFT])
-    (tmp_path / first).write_text(f"#!/bin/sh\n{program}\n:\n")
+    if first == "supervisord":
+        script = f"import os\nos.system({program!r})\n"
+        command = [sys.executable, str(tmp_path / first)]
+    else:
+        script = f"#!/bin/sh\n{program}\n:\n"
+        command = [str(tmp_path / first)]
+    (tmp_path / first).write_text(script)
     (tmp_path / first).chmod(0o700)
-    container = ["unshare", "--pid", "--fork", "--mount-proc", str(tmp_path / first)]
+    container = ["unshare", "--pid", "--fork", "--mount-proc", *command]
     done = subprocess.run(container, stdout=subprocess.PIPE, cwd=ROOT)
     assert json.loads(done.stdout) == strays
 
