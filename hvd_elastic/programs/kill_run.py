@@ -43,9 +43,10 @@ LAUNCHERS = (
 # Jobs without a name, and those of torchrun with its default id, are told apart by these.
 UNNAMED = ("", "none")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
-# Appears in the command line of a launcher, which may be PID 1 of a container.
+# Begins a word in the command line of a launcher, which may be PID 1 of a container.
 LAUNCHES = re.compile(
     r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|mpiexec|orterun|prterun|horovod"
+    r"|hvd[-_]elastic"
 )
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 # Maximum length of the command line that a pattern is searched in.
@@ -87,9 +88,9 @@ def launched(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> f
 
 
 def is_launcher(pid: int) -> bool:
-    """Return whether a process may have started workers; a Python program may be any launcher."""
-    is_python = read(pid, "comm").startswith(b"python")
-    return is_python or LAUNCHES.search(command_line(pid, MOST_LETTERS)) is not None
+    """Return whether a program that starts workers is named in a process's command line."""
+    words = command_line(pid, MOST_LETTERS).split()
+    return any(LAUNCHES.match(word.rpartition("/")[2]) for word in words)
 
 
 def home_of(spool: str) -> str:

@@ -57,7 +57,7 @@ def makes_containers() -> bool:
 @other_user.needs_root
 @pytest.mark.skipif(not makes_containers(), reason="`unshare --pid --mount-proc` does not work")
 @pytest.mark.parametrize(
-    ("first", "strays"), [("init", STRAYS), ("torchrun", [])]
+    ("first", "strays"), [("init", STRAYS), ("supervisord", STRAYS), ("torchrun", [])]
 )
 def test_a_worker_of_a_live_job_is_no_stray(tmp_path: Path, first: str, strays: list[str]) -> None:
     """In a container, whose first process gets the orphans, and may be the launcher."""
