@@ -676,8 +676,8 @@ def pulling(
     place: Path, command: str, files: list[Listed] | None
 ) -> tuple[pulling_node.PullNode, list[dict[str, Any]]]:
     """Return a node that can fetch, and the list of what it says."""
-    config = {"patterns": [], "passing": [], "keeps": [False] * 3, "shard": None, "copy": "copy"}
-    config |= dict.fromkeys(("deletes", "checksum", "dry_run"), False)
+    config: dict[str, Any] = dict.fromkeys(("deletes", "checksum", "dry_run"), False)
+    config |= {"patterns": [], "passing": [], "keeps": [False] * 3, "shard": None, "copy": "copy"}
     umask = os.umask(0o22)
     node = pulling_node.PullNode({**config, "place": str(place)})
     os.umask(umask)
