@@ -33,6 +33,7 @@ from hvd_elastic.programs.processes import (
 
 VARIABLE = "HVD_ELASTIC_RUN_ID"
 SPOOL = "HVD_ELASTIC_SPOOL"
+HOST_FOLDER = "HVD_ELASTIC_HOST_FOLDER"  # of dial_back.py
 OURS = "hvd-elastic"
 # Launcher, a variable that it sets for its workers, and the variable that names the job.
 LAUNCHERS = (
@@ -100,9 +101,12 @@ def home_of(spool: str) -> str:
 
 def is_elsewhere(pid: int, home: str) -> bool:
     """Return whether a process is of a run in another HVD_ELASTIC_HOME than the caller's."""
-    spool = environment(pid).get(SPOOL)
+    variables = environment(pid)
+    spool = variables.get(SPOOL)
     own = home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"
-    return spool is not None and home_of(spool) != os.path.realpath(str(Path.home() / own))
+    # Hosts of Ray and Spark may have a folder of their own, for this run alone.
+    homes = (str(Path.home() / own), variables.get(HOST_FOLDER) or own)
+    return spool is not None and home_of(spool) not in map(os.path.realpath, homes)
 
 
 def is_own(pid: int) -> bool:

@@ -8,11 +8,14 @@ import shlex
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.programs.dial_back import FOLDER_VARIABLE
+from hvd_elastic.programs.kill_run import SPOOL, VARIABLE
 from hvd_elastic.tools.kill import Target, kill_run
 from tests import other_user
 from tests.paths import ROOT
@@ -93,6 +96,27 @@ def test_a_run_of_the_same_name_in_another_home_is_left_alone_and_named(
         assert str(tmp_path / "theirs") in line
         assert processes["theirs"].poll() is None
     finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+        end(processes.values())
+
+
+def test_a_process_of_a_run_on_ray_or_spark_is_of_the_callers_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of runs of such a host is made for the run, and is no other home."""
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "ours"))
+    run = f"run-{uuid.uuid4().hex[:8]}"
+    folder = tmp_path / "hvd_elastic-host-1"
+    marks = {VARIABLE: run, SPOOL: str(folder / "spool" / run / "a"), FOLDER_VARIABLE: str(folder)}
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, **marks})
+    try:
+        (result,) = kill_run([Host("localhost")], Target(run))
+        assert [each.pid for each in result.answer.processes] == [process.pid]
+        assert list(result.answer.others) == []
+    finally:
+        end([process])
+
+
+def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
