@@ -96,16 +96,16 @@ def is_launcher(pid: int) -> bool:
 
 def home_of(spool: str) -> str:
     """Return the HVD_ELASTIC_HOME of a run's spool on a host, which is HOME/spool/RUN/HOST."""
-    return os.path.realpath(f"{spool}/../../..")
+    return os.path.realpath(str(Path(spool).parent.parent.parent))  # "spool" may be a link
 
 
 def is_elsewhere(pid: int, home: str) -> bool:
     """Return whether a process is of a run in another HVD_ELASTIC_HOME than the caller's."""
     variables = environment(pid)
     spool = variables.get(SPOOL)
-    own = home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"
+    own = str(Path.home() / (home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"))
     # Hosts of Ray and Spark may have a folder of their own, for this run alone.
-    homes = (str(Path.home() / own), variables.get(HOST_FOLDER) or own)
+    homes = (own, variables.get(HOST_FOLDER) or own)
     return spool is not None and home_of(spool) not in map(os.path.realpath, homes)
 
 

@@ -84,6 +84,9 @@ def test_a_run_of_the_same_name_in_another_home_is_left_alone_and_named(
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "ours"))
     run = f"run-{uuid.uuid4().hex[:8]}"
     processes = {}
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "disk" / "deep").mkdir(parents=True)
+    (tmp_path / "ours" / "spool").symlink_to(tmp_path / "disk" / "deep")
     for home in ("ours", "theirs"):
         spool = tmp_path / home / "spool" / run / "localhost"
         marks = {"HVD_ELASTIC_RUN_ID": run, "HVD_ELASTIC_SPOOL": str(spool)}
