@@ -252,8 +252,8 @@ class Pull:
     def foreign(self, patterns: list[str]) -> dict[str, tuple[int, int]]:
         """Return inode and change time of each file and link that another user may have put there.
 
-        They are by path. A file of another user that appears later is the command's: as root, tar
-        and ``rsync -a`` keep owners.
+        They are by path. A file of another user that appears in a folder below the destination
+        while the command runs is the command's: as root, tar and ``rsync -a`` keep owners.
         """
         found = {}
         folders = Folders(self.place)  # of this moment: the command may replace some
@@ -265,6 +265,14 @@ class Pull:
         finally:
             folders.close()
         return found
+
+    def is_open(self) -> bool:
+        """Return whether other users can put files into the destination itself."""
+        folders = Folders(self.place)
+        try:
+            return folders.others_write("any")
+        finally:
+            folders.close()
 
     def is_new(self, file: File, begun_ns: int) -> bool:
         """Return whether a file was created or changed at or after ``begun_ns``."""
@@ -437,13 +445,14 @@ class PullNode(Destination):
         self._failed = self._failed or bool(done.failed)
         if not pull.has_list:
             tree = walk(pull.place, patterns)[0] if done.came else None
-            now = pull.foreign(patterns) if before and tree else {}
-            same = [path for path, state in now.items() if before.get(path) == state]
-            if same:
+            now = pull.foreign(patterns) if tree else {}
+            is_open = bool(now) and pull.is_open()
+            doubted = [path for path in now if is_open or before.get(path) == now[path]]
+            if doubted:
                 why = (
-                    f"{shown(same[0])} was there before and belongs to another user, so it may not "
-                    "be what the command fetched; remove it, or choose another destination. So "
-                    "that the command keeps no owners, give tar --no-same-owner, rsync --no-owner"
+                    f"{shown(doubted[0])} belongs to another user, so it may not be what the "
+                    "command fetched; remove it, or choose another destination. So that the "
+                    "command keeps no owners, give tar --no-same-owner, rsync --no-owner"
                 )
                 done, tree = Fetched([], [ALL], why), None
             if tree:

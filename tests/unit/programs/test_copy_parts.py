@@ -668,7 +668,7 @@ def test_a_file_that_another_user_replaces_in_an_open_folder_below_is_compared(
     assert list(pull.foreign([])) == ["below/deep/b"]
     node, said = pulling(open_folder / "there", ": {dst}", None)
     node._fetch([0])
-    assert "below/deep/b was there before and belongs to another user" in said[0]["why"]
+    assert "below/deep/b belongs to another user" in said[0]["why"]
     assert "--no-same-owner" in said[0]["why"]
 
 
