@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets_prep.common import interrupted, result_of, whole_number
 from datasets_prep.frame import Convert, Settings
-from datasets_prep.on_hosts import ON_HOST, OnHost
+from datasets_prep.on_hosts import DISAGREES, ON_HOST, OnHost
 from datasets_prep.resuming import SKIPPED
 from hvd_elastic.programs.usable import usable_cores
 
@@ -102,7 +102,7 @@ def main(
             stream.reconfigure(errors="backslashreplace")
     made, status = result_of(lambda: run(given), given.out, interrupted(again=given.again))
     if made is None:
-        return status
+        return 1 if status == DISAGREES and not given.on_host else status
     found = [each for each in made if each]
     if given.json:
         print(json.dumps(found))

@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.errors import DataError, HvdElasticError
 
 Result = TypeVar("Result")
 _OF_THE_FILE = {
     None,  # of a library that reads damaged content
     *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ELOOP),
 }
+_OF_A_MOUNT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES)
+"""Errors of a file that was there before if its file system, or the login to it, is gone."""
 
 
 @contextlib.contextmanager
@@ -83,6 +85,7 @@ def result_of(
         return work(), 0
     except HvdElasticError as error:
         print(f"error: {error}", file=sys.stderr)
+        return None, error.exit_status
     except OSError as error:
         print(f"error: {error.filename or place}: {error.strerror or error}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -91,9 +94,22 @@ def result_of(
     return None, 1
 
 
-def is_of_storage(error: Exception) -> bool:
-    """Return whether reading failed for a reason that is not the file's and may pass (ESTALE)."""
-    return isinstance(error, OSError) and error.errno not in _OF_THE_FILE
+def is_of_storage(error: Exception, *, was_there: bool = False) -> bool:
+    """Return whether reading failed for a reason that is not the file's and may pass (ESTALE).
+
+    Args:
+        error: why it failed.
+        was_there: whether the file was found when it was listed.
+    """
+    if not isinstance(error, OSError):
+        return False
+    return error.errno not in _OF_THE_FILE or (was_there and error.errno in _OF_A_MOUNT)
+
+
+def unlisted(path: object, error: Exception) -> DataError:
+    """Return the error of a file that the storage fails to describe."""
+    why = getattr(error, "strerror", None) or error
+    return DataError(f"{path}: {why}; call again, and if it fails again, remove the file")
 
 
 def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from datasets_prep.common import is_of_storage
+from datasets_prep.common import is_of_storage, unlisted
 from datasets_prep.packed import BROKEN, CHUNK_BYTES, PACKED, opened, unpacked_size
-from hvd_elastic.data.files import file_size, files_below
+from hvd_elastic.data.files import file_size, files_below, leads_to_folder
 from hvd_elastic.errors import DataError
 from hvd_elastic.json_text import parse_json
 
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
             try:
                 yield from read_part(part)
             except (DataError, OSError) as error:
-                if is_of_storage(error):
+                if is_of_storage(error, was_there=part.size != _DAMAGED):
                     raise
                 why = getattr(error, "strerror", None) or error
                 yield Document("", damage=f"{part.name}: {why}")
@@ -146,9 +146,8 @@ class Pieces(Sequence[Piece]):
 
         def why_left_out(entry: os.DirEntry[str]) -> str:
             path = Path(entry.name)
-            if entry.name[0] == ".":
-                return "hidden"
-            if entry.is_dir() or _ending(path) in endings:
+            is_folder = entry.is_dir(follow_symlinks=False) or leads_to_folder(entry)
+            if is_folder or _ending(path) in endings:
                 return ""
             return path.suffix.lower() or "without ending"
 
@@ -167,7 +166,7 @@ class Pieces(Sequence[Piece]):
                 size = unpacked_size(str(path))
         except (DataError, OSError) as error:  # it is named when it is read
             if is_of_storage(error):
-                raise
+                raise unlisted(path, error) from error
         if packed:
             step = max(step, _PACKED_PIECE_BYTES, size // _PACKED_PIECES)
         number = len(self._sizes)

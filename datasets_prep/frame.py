@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from datasets_prep.common import is_of_storage, progress_bar
-from datasets_prep.on_hosts import BEGIN, OnHost, prepare_on_hosts
+from datasets_prep.on_hosts import BEGIN, OnHost, OtherDataError, prepare_on_hosts
 from datasets_prep.resuming import (
     COUNTS,
     JOURNAL,
@@ -231,7 +231,7 @@ def prepare(
     if on_host is not None and on_host.folder != str(folder.absolute()):
         return {}  # the other splits of the data set
     if on_host is not None and on_host.digest != digest_of(made_from):
-        raise DataError(
+        raise OtherDataError(
             f"{folder} would be another one on this host than where the call was made: the source "
             "has other files, or files of other sizes, or the tokenizer or the release is another "
             "one; all hosts need the same"
@@ -448,10 +448,10 @@ def _one_line(text: str) -> str:
 def _reason(source: AnySource, error: Exception) -> str:
     """Return the line for a damaged source; raises DataError if not the source is at fault."""
     reason = f"{source.name}: {getattr(error, 'strerror', None) or error}"
-    if is_of_storage(error):
+    if is_of_storage(error, was_there=max(source.file_bytes, source.size) >= 0):
         raise DataError(
             f"{reason}; that is no damage of the file, so it is not skipped: the same call, "
-            "without --again, goes on where this one stopped"
+            "without --again, goes on where this one stopped; if it fails again, remove the file"
         ) from error
     return reason
 

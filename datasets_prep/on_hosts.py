@@ -23,6 +23,16 @@ BEGIN = "begin"
 """In place of a file with names: note what the data are made from, or refuse to."""
 
 
+DISAGREES = 3
+"""Exit status of a call on a host that has other data, or shards of them."""
+
+
+class OtherDataError(DataError):
+    """The data would be, or were, made from something else than those of the call."""
+
+    exit_status = DISAGREES
+
+
 class OnHost(NamedTuple):
     """What a call does as one of several hosts.
 
@@ -75,7 +85,7 @@ def prepare_on_hosts(
     for ended in run_on_hosts(hosts, _command(place, digest, BEGIN), options):
         if not ended.ok:
             failed[ended.host.name] = _why(ended)
-            refused = refused or (ended.value is not None and ended.value.exit_status == 1)
+            refused = refused or (ended.value is not None and ended.value.exit_status == DISAGREES)
     there = [host for host in hosts if host.name not in failed]
     if refused or not there:
         raise DataError("; ".join(f"{host}: {why}" for host, why in failed.items()))

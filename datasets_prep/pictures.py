@@ -16,17 +16,16 @@ from typing import Any
 
 from PIL import Image
 
-from datasets_prep.common import is_of_storage
+from datasets_prep.common import is_of_storage, unlisted
 from datasets_prep.frame import Source
 from hvd_elastic.data.decoding import explained, open_picture, orientation, to_rgb, turned
-from hvd_elastic.data.files import LINKS, files_below
+from hvd_elastic.data.files import HIDDEN, LINKS, files_below, is_shown, leads_to_folder
 from hvd_elastic.errors import DataError
 
 SUFFIXES = (
     *(".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".avif"),
     *(".jp2", ".ppm", ".pgm", ".pbm", ".pnm"),
 )
-_CACHES = ("__pycache__", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", "Thumbs.db")
 _SHOWN = 5
 _WORDNET = re.compile(r"n\d{8}")
 
@@ -93,7 +92,7 @@ class LeftOut(Counter[str]):
 
 def folders_in(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, but for hidden ones and caches."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_shown(path.name))
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and is_shown(path.name))
 
 
 def classes_in(folder: Path) -> list[str]:
@@ -111,7 +110,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(
         path.name
         for path in folder.iterdir()
-        if path.suffix.lower() in SUFFIXES and _is_shown(path.name) and not path.is_dir()
+        if path.suffix.lower() in SUFFIXES and is_shown(path.name) and not path.is_dir()
     )
 
 
@@ -179,7 +178,7 @@ class Files(Sequence[Source]):
                 found = entry.stat()
             except OSError as error:
                 if is_of_storage(error):
-                    raise
+                    raise unlisted(entry.path, error) from error
                 # A link that leads nowhere.
                 self._sizes.append(-1)
                 continue
@@ -206,17 +205,13 @@ def _pictures(folder: Path, left_out: LeftOut) -> Iterator[tuple[str, os.DirEntr
 def _why_left_out(entry: os.DirEntry[str]) -> str:
     """Return the kind of an entry that is neither a picture nor a folder of them; "": it is."""
     ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122  ten times as fast
-    if not _is_shown(entry.name):
-        return "hidden, or of a cache"
-    if entry.is_symlink() and entry.is_dir():
+    if not is_shown(entry.name):
+        return HIDDEN
+    if leads_to_folder(entry):
         return LINKS
     if entry.is_dir(follow_symlinks=False) or ending in SUFFIXES:
         return ""
     return ending or "without ending"
-
-
-def _is_shown(name: str) -> bool:
-    return name[0] != "." and name not in _CACHES
 
 
 def read_classes(path: Path, folders: Collection[str] = ()) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets_prep.common import progress_bar
+from datasets_prep.on_hosts import OtherDataError
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.data.index import INDEX, Shard, load_index, require_size, table_path
 from hvd_elastic.data.processes import in_processes
@@ -68,7 +70,15 @@ def remove_made(folder: Path, made_from: dict[str, Any]) -> None:
         names = written_names(folder)
     else:
         return
-    write_whole(folder / JOURNAL, json.dumps(made_from) + "\n", synced=True)
+    journal = json.dumps(made_from) + "\n"
+    try:
+        write_whole(folder / JOURNAL, journal, synced=True)
+    except OSError as error:
+        there = [path for path in map(folder.joinpath, names) if path.exists()]
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not there:
+            raise
+        max(there, key=lambda path: path.stat().st_size).unlink()  # the disk is full of them
+        write_whole(folder / JOURNAL, journal, synced=True)
     for name in (INDEX, SKIPPED, *names, JOURNAL):
         table_path(folder / name).unlink(missing_ok=True)
         (folder / name).unlink(missing_ok=True)
@@ -106,7 +116,7 @@ def done_before(
     except FileNotFoundError:
         other = [path.name for path in folder.iterdir() if path.name[0] != "."]
         if other and not shards_too:
-            raise DataError(
+            raise OtherDataError(
                 f"{folder} holds other files ({other[0]}); name a new or empty folder"
             ) from None
         return {}
@@ -164,7 +174,7 @@ def _require_same(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> Non
         if settings:
             name = settings[0]
             difference = f"{name.replace('_', ' ')} {was.get(name)} instead of {now.get(name)}"
-        raise DataError(
+        raise OtherDataError(
             f"{folder} was made from {difference}; name another folder, make this one anew with "
             "--again, or use its settings"
         )

@@ -19,6 +19,7 @@ The time of a shard's last change is the time of its last use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -79,7 +80,8 @@ class ShardCache:
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
             _require_trusted(folder)
-            (folder / _LOCK).touch()
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         remove_leftovers(folder)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,7 +37,22 @@ def file_size(path: Path) -> int:
     return found.st_size
 
 
+HIDDEN = "hidden, or of a cache"
 LINKS = "links to folders"
+_CACHES = ("__pycache__", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", "Thumbs.db")
+
+
+def is_shown(name: str) -> bool:
+    """Return whether a file or folder is neither hidden nor of a cache, by its name."""
+    return name[0] != "." and name not in _CACHES
+
+
+def leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a link to a folder; one that leads to itself is not."""
+    try:
+        return entry.is_symlink() and entry.is_dir()
+    except OSError:
+        return False
 
 
 def files_below(
@@ -45,7 +60,7 @@ def files_below(
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield the files in a folder at any depth, by their paths in it, in the order of names.
 
-    Links to folders are left out: they may lead back.
+    Hidden ones and caches are left out, and links to folders: they may lead back.
 
     Args:
         folder: where to look.
@@ -59,8 +74,10 @@ def files_below(
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            is_link = entry.is_symlink() and entry.is_dir()
-            if why := why_left_out(entry) or (LINKS if is_link else ""):
+            why = HIDDEN if not is_shown(entry.name) else why_left_out(entry)
+            if not why and leads_to_folder(entry):
+                why = LINKS
+            if why:
                 left_out[why] += 1
             else:
                 found.append(entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections import Counter
@@ -170,7 +169,7 @@ def _names(folder: Path, *, subfolders: bool) -> list[str]:
     """Return the names of the shards in a folder."""
     left_out = Counter[str]()
     if subfolders:
-        names = [name for name, _ in files_below(folder, _if_hidden, left_out)]
+        names = [name for name, _ in files_below(folder, lambda _: "", left_out)]
     else:
         names = sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
     if left_out[LINKS]:
@@ -202,10 +201,6 @@ def _names(folder: Path, *, subfolders: bool) -> list[str]:
             f"*-00000-of-00128){hint}"
         )
     return tars or records
-
-
-def _if_hidden(entry: os.DirEntry[str]) -> str:
-    return "hidden" if entry.name[0] == "." else ""
 
 
 def _is_record(name: str) -> bool:

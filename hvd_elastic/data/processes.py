@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -49,16 +50,29 @@ def in_processes(
         for job in as_completed(jobs):
             yield job.result()
     except KeyboardInterrupt:
+        _stop_writing(pool)
         for process in (pool._processes or {}).values():  # what they are at is given up
             process.terminate()
         raise
     except BrokenProcessPool:
+        _stop_writing(pool)
         raise DataError(
             "a process was killed (is there enough memory?); call again, with --processes 1 if "
             "need be"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _stop_writing(pool: ProcessPoolExecutor) -> None:
+    """Close this process's end of the pipe from which the processes read their pieces.
+
+    Python before 3.11.5 otherwise waits for its thread that writes to it (cpython gh-94777).
+    """
+    queue: Any = pool._call_queue  # type: ignore[attr-defined]
+    if queue is not None:
+        with contextlib.suppress(OSError):  # Python closes it too
+            queue._reader.close()
 
 
 def _submit(pool: ProcessPoolExecutor, work: Callable[[Any], Work], piece: Any) -> Future[Work]:

@@ -392,11 +392,28 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
             try:
                 install_wheel(wheel, inputs, log)
             except BuildError as error:
-                raise BuildError(
-                    f"{error}\n{kept}; to compile it again: hvd-elastic build-horovod --rebuild"
-                ) from error
+                if not (isinstance(error, UnfitWheelError) and _frameworks_import(inputs)):
+                    raise BuildError(
+                        f"{error}\n{kept}; to compile it again: hvd-elastic build-horovod --rebuild"
+                    ) from error
+                print(f"The kept wheel cannot be used and is built again: {error}", flush=True)
+                wheel.unlink(missing_ok=True)
+                kept = _build_and_install(inputs, log, jobs)
         log.unlink(missing_ok=True)
     print(f"{inputs.describe()} is installed; {kept}")
+
+
+def _frameworks_import(inputs: BuildInputs) -> bool:
+    """Return whether the frameworks themselves import, each in a new process."""
+    return all(
+        subprocess.run(
+            [sys.executable, "-c", f"{FROM_NO_WORKING_FOLDER}import {framework}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        ).returncode
+        == 0
+        for framework in inputs.frameworks
+    )
 
 
 def _fit_wheel(inputs: BuildInputs) -> Path | None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,17 +225,30 @@ def detect_inputs(
         with_tensorflow: whether to build for TensorFlow, if there is one.
         with_mpi: whether to build with Open MPI, if there is one.
         with_nccl: whether to build with NCCL, if PyTorch is for CUDA. None: if this machine has a
-            GPU, or has such a build installed, as hosts with GPUs have that share the folder.
+            GPU, or has such a build installed, as hosts with GPUs have that share the folder. If
+            nvidia-smi does not say, the build that is installed is kept.
+
+    Raises:
+        BuildError: nvidia-smi does not say whether there is a GPU, and neither is installed.
     """
+    choose = partial(
+        detect_inputs, patch_sha256, with_tensorflow=with_tensorflow, with_mpi=with_mpi
+    )
     torch = _torch_facts()
     cuda = torch["cuda"] if with_nccl is not False else None
-    if cuda is not None and with_nccl is None and not has_gpu():
-        with_cuda = detect_inputs(
-            patch_sha256, with_tensorflow=with_tensorflow, with_mpi=with_mpi, with_nccl=True
-        )
-        if installed_build() == with_cuda.name:
-            return with_cuda
-        cuda = None
+    if cuda is not None and with_nccl is None:
+        try:
+            is_for_gpus = has_gpu()
+        except BuildError:
+            for kept in (choose(with_nccl=True), choose(with_nccl=False)):
+                if installed_build() == kept.name:
+                    return kept
+            raise
+        if not is_for_gpus:
+            with_cuda = choose(with_nccl=True)
+            if installed_build() == with_cuda.name:
+                return with_cuda
+            cuda = None
     return BuildInputs(
         horovod=HOROVOD_VERSION,
         python=f"cp{sys.version_info.major}{sys.version_info.minor}",
@@ -298,7 +312,8 @@ def has_gpu() -> bool:
     if answer is not None and answer.status is None:
         raise BuildError(
             f"nvidia-smi does not say whether there is a GPU ({answer.error}); try again, or "
-            "choose: hvd-elastic build-horovod --with-nccl or --without-nccl"
+            "choose: hvd-elastic build-horovod --with-nccl or --without-nccl, in a checkout: "
+            "make horovod ARGS=--without-nccl"
         )
     return answer is not None and not answer.error and bool(answer.lines)
 

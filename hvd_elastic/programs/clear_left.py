@@ -142,7 +142,7 @@ def listens(path: Path) -> bool:
 def size_of(path: Path) -> int:
     """Return the size of a file, or of all files in a folder [bytes]."""
     files = [path]
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         files = [Path(folder, name) for folder, _, names in os.walk(str(path)) for name in names]
     total = 0
     for file in files:
@@ -212,7 +212,7 @@ def remove(path: Path) -> str:
     """Remove a file or folder, which others may remove too; return why that failed, or ""."""
     while os.path.lexists(str(path)):
         try:
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(str(path))
             else:
                 path.unlink()

@@ -240,7 +240,10 @@ def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
 def others_in(home: Path) -> str:
     """Name what a folder of runs holds that this package has not made; "" if nothing."""
     with contextlib.suppress(OSError):
-        names = sorted({each.name for each in home.iterdir()}.difference(OF_HOME))
+        found = {each.name for each in home.iterdir()}.difference(OF_HOME)
+        links = (str(home / part) for part in OF_HOME if (home / part).is_symlink())
+        found.update(os.readlink(link) for link in links)  # noqa: PTH115  # Python 3.6 has no other
+        names = sorted(found)
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return f"{', '.join(names[:MOST_NAMED])}{more}"
     return ""

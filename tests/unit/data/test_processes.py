@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.paths import LIMIT_S
 from tests.waiting import until
 
@@ -16,24 +18,26 @@ import sys
 from pathlib import Path
 from hvd_elastic.data.processes import in_processes
 
-def work(folder):
+def work(piece):
+    folder, _ = piece
     Path(folder, "begun").touch()
     Path(folder, "pipe").read_bytes()  # nobody writes to it
 
 if __name__ == "__main__":
     try:
-        list(in_processes(work, [sys.argv[1]] * 2, 2))
+        list(in_processes(work, [(sys.argv[1], bytes(int(sys.argv[2])))] * 6, 2))
     except KeyboardInterrupt:
         sys.exit(130)
 """
 
 
-def test_ctrl_c_does_not_wait_for_the_work_that_is_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [0, 200_000])  # a pipe holds 64 KiB
+def test_ctrl_c_does_not_wait_for_the_work_that_is_given_up(tmp_path: Path, size: int) -> None:
     os.mkfifo(tmp_path / "pipe")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, script, tmp_path],
+        [sys.executable, script, tmp_path, str(size)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

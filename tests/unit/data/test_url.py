@@ -24,7 +24,9 @@ from hvd_elastic.data.cache import ShardCache
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
+from tests import other_user
 from tests.other_user import UID, WORDS, needs_root
+from tests.other_user import open_folder as open_folder
 from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.unit.data.shards import write_numbers
@@ -351,6 +353,33 @@ def test_a_group_shares_a_cache_in_which_shards_belong_to_others(
     assert numbers(ShardDataset(server.url, cache=cache)) == list(range(15))
     assert all(path.stat().st_mtime > 0 for path in cache.glob("*.tar")), "they count as used"
     assert server.requests["s-00.tar"] == 1
+
+
+@needs_root
+def test_the_second_user_of_a_group_reads_from_its_cache(
+    server: FileServer, open_folder: Path
+) -> None:
+    cache = open_folder / "cache"
+    assert numbers(ShardDataset(server.url, cache=cache)) == list(range(15))
+    os.chown(cache, 0, UID)
+    cache.chmod(0o2770)
+    (cache / ".lock").touch()  # the first user has it at this moment
+    (cache / ".lock").chmod(0o644)
+    next(cache.glob("*-s-00.tar")).unlink()
+
+    def read() -> None:
+        assert numbers(ShardDataset(server.url, cache=cache)) == list(range(15))
+
+    other_user.call(read)
+    assert server.requests["s-00.tar"] == 2
+
+    def refused() -> None:
+        with pytest.raises(DataError, match=rf"cache {cache} cannot be written: Permission denied"):
+            ShardDataset(server.url, cache=cache)
+
+    os.chown(cache, UID, UID)
+    cache.chmod(0o500)
+    other_user.call(refused)
 
 
 @needs_root

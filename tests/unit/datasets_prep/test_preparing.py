@@ -20,7 +20,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,11 @@ from datasets_prep import (
     index_shards,
     pictures,
 )
+from datasets_prep.on_hosts import DISAGREES, prepare_on_hosts
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.data.index import Index
 from hvd_elastic.errors import DataError
+from hvd_elastic.hosts.hostfile import Host
 from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.waiting import until
@@ -193,7 +195,9 @@ def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
     assert not (tmp_path / "strict" / "index.json").exists()
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE])
+@pytest.mark.parametrize(
+    "number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENOENT, errno.EACCES]
+)
 def test_a_storage_that_fails_for_a_while_costs_no_picture(
     birds: Path,
     tmp_path: Path,
@@ -214,6 +218,7 @@ def test_a_storage_that_fails_for_a_while_costs_no_picture(
         assert call(patched, image_folder, *words) == 1
     error = capsys.readouterr().err
     assert f"error: owl/owl3.jpg: {os.strerror(number)}; that is no damage of the file" in error
+    assert "if it fails again, remove the file" in error
     assert call(monkeypatch, image_folder, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)[0]
     assert (found["examples"], found["skipped"]) == (12, [])
@@ -635,6 +640,19 @@ def test_a_call_that_is_interrupted_while_it_removes_shards_goes_on(
     assert len([*out.glob("*.tar*")]) == 2 * 3, "those of the earlier call are removed"
 
 
+def test_a_full_disk_does_not_keep_old_shards_from_being_removed(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path / "disk", "1m") as disk:
+        words = ["--source", birds, "--out", disk / "out", "--per-shard", 3]
+        assert call(monkeypatch, image_folder, *words) == 0
+        with (disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        assert call(monkeypatch, image_folder, *words, "--sample", 2, "--again") == 0
+        assert sum(shard.examples for shard in verify(disk / "out").shards) == 2
+
+
 def test_sources_and_classes_that_cannot_be_used_are_explained(
     birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -811,7 +829,7 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     error = capsys.readouterr().err
     assert "lacks owl/owl0.jpg, which is not damaged; remove that shard" in error
     (birds / "owl" / "more.jpg").write_bytes(whole)
-    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == DISAGREES
     assert "would be another one on this host than where the call" in capsys.readouterr().err
     (birds / "owl" / "more.jpg").unlink()
     owl.write_bytes(bytes(len(whole)))
@@ -833,22 +851,58 @@ def test_a_host_refuses_to_mix_shards_that_were_made_from_something_else(
     capsys.readouterr()
     whole = owl.read_bytes()
     owl.write_bytes(whole + b"of another edition")
-    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert call(monkeypatch, image_folder, *begin[0]) == DISAGREES
     assert "or files of other sizes" in capsys.readouterr().err
     owl.write_bytes(whole)
-    assert call(monkeypatch, image_folder, *begin[1]) == 1
+    assert call(monkeypatch, image_folder, *begin[1]) == DISAGREES
     assert "would be another one on this host" in capsys.readouterr().err
     assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 0, "nothing is there yet"
     assert call(monkeypatch, image_folder, *begin[0]) == 0
     shutil.copy(tmp_path / "0" / "out" / "out-000000.tar", out)  # as a host receives it
-    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == DISAGREES
     assert "was made from resize 0 instead of 20" in capsys.readouterr().err
     assert call(monkeypatch, image_folder, *on_host(birds, out, digests[0])) == 0
     assert load_index(out) == load_index(tmp_path / "0" / "out")
-    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == 1
+    assert call(monkeypatch, image_folder, *begin[1], "--resize", 20) == DISAGREES
     (out / "index.json").unlink()  # nobody knows any more what these shards were made from
-    assert call(monkeypatch, image_folder, *begin[0]) == 1
+    assert call(monkeypatch, image_folder, *begin[0]) == DISAGREES
     assert "holds other files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "expected"), [(1, ["b"]), (DISAGREES, [])])
+def test_only_a_host_that_disagrees_stops_the_others(
+    birds: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    expected: list[str],
+) -> None:
+    out = tmp_path / "out"
+    assert call(monkeypatch, image_folder, *on_host(birds, out, "digest", "begin")) == DISAGREES
+    gone = on_host(tmp_path / "gone", out, "digest", "begin")
+    assert call(monkeypatch, image_folder, *gone) == 1, "it fails, and does not disagree"
+    hosts, copied = tmp_path / "hosts", list[str]()
+    hosts.write_text("a\nb\n")
+
+    def run(hosts: list[Host], *_: object) -> Iterator[SimpleNamespace]:
+        """One host ends with a status; of the others the index comes back."""
+        for host in hosts:
+            result = SimpleNamespace(exit_status=status, stderr=b"error: its disk fails")
+            answer = SimpleNamespace(stdout='[{"shards": 1}]')
+            ok = host.name != "a"
+            yield SimpleNamespace(host=host, ok=ok, value=result, answer=answer, error="")
+
+    def copy(hosts: list[Host], *_: object) -> Iterator[SimpleNamespace]:
+        for host in hosts:
+            copied.append(host.name)
+            answer = SimpleNamespace(fetched=1, files=0)
+            yield SimpleNamespace(host=host, ok=True, answer=answer)
+
+    monkeypatch.setattr("hvd_elastic.tools.run.commands.run_on_hosts", run)
+    monkeypatch.setattr("hvd_elastic.tools.copy.copying.copy_to_hosts", copy)
+    with pytest.raises(DataError, match="a: error: its disk fails"):
+        prepare_on_hosts(hosts, out, ["out-000000.tar"], "digest")
+    assert copied == expected
 
 
 def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(

@@ -17,6 +17,7 @@ import pytest
 
 from datasets_prep import documents, frame, text
 from hvd_elastic.data import ShardDataset, load_index
+from hvd_elastic.data.files import file_size
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -75,7 +76,7 @@ def test_short_documents_are_packed_with_a_separator(
     words = ["--source", source, "--out", out, "--length", 30]
     assert call(monkeypatch, *words) == 0
     said = capsys.readouterr()
-    assert "2 files are left out, which are no texts by their names: hidden (1), .csv" in said.err
+    assert "2 files are left out, which are no texts by their names: hidden, or of a " in said.err
     assert "780 tokens used, 20 lost at ends of pieces" in said.out
     read = b"".join(array.astype(np.uint8) for array in ShardDataset(out))
     assert read == b"".join(b"note %02d\0" % number for number in range(100))[:780]
@@ -140,8 +141,12 @@ no
     assert "error: byte.txt: 1 characters" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
 def test_a_storage_that_fails_for_a_while_costs_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
 ) -> None:
     source, out = tmp_path / "books", tmp_path / "out"
     for name in ("a.txt", "b.txt"):
@@ -149,14 +154,26 @@ def test_a_storage_that_fails_for_a_while_costs_no_text(
 
     def fail(path: str) -> Any:
         if path.endswith("b.txt"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            raise OSError(number, os.strerror(number), path)
         return Path(path).open("rb")
 
     words = ["--source", source, "--out", out, "--length", 8]
     with monkeypatch.context() as patched:
         patched.setattr(documents, "opened", fail)
         assert call(patched, *words) == 1
-    assert f"{os.strerror(errno.ESTALE)}; that is no damage" in capsys.readouterr().err
+    assert f"{os.strerror(number)}; that is no damage" in capsys.readouterr().err
+
+    def fail_to_list(path: Path) -> int:
+        if path.name == "b.txt":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return file_size(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(documents, "file_size", fail_to_list)
+        assert call(patched, *words) == 1
+    assert f"b.txt: {os.strerror(errno.EIO)}; call again, and if it fails again, remove" in (
+        capsys.readouterr().err
+    )
     assert call(monkeypatch, *words) == 0
     assert not (out / "skipped.txt").exists()
 
@@ -189,27 +206,33 @@ def test_links_and_folders_that_cannot_be_read_are_not_left_out_without_a_word(
     (source / "linked").symlink_to(tmp_path / "elsewhere")
     (source / "c.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
     (source / "gone.txt").symlink_to("nowhere")
+    (source / "loop.txt").symlink_to("loop.txt")
+    (source / "loop").symlink_to("loop")
     os.mkfifo(source / "pipe.txt")
     words = ["--source", source, "--length", 8, "--out"]
     assert call(monkeypatch, *words, tmp_path / "out") == 0
-    assert "1 files are left out, which are no texts by their names: links to folders (1)" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "2 files are left out, which are no texts by their names: " in said
+    assert "links to folders (1)" in said
     assert (tmp_path / "out" / "skipped.txt").read_text().splitlines() == [
         "gone.txt: No such file or directory",
+        "loop.txt: Too many levels of symbolic links",
         "pipe.txt: it is a named pipe, no file",
     ]
     assert b"another" in b"".join(
         array.astype(np.uint8) for array in ShardDataset(tmp_path / "out")
     )
-    scan = os.scandir
+    scan, refused = os.scandir, ["lost+found"]
+    (source / "lost+found").mkdir()
 
     def refuse(path: Any) -> Any:
-        if Path(path).name == "a":
+        if Path(path).name in refused:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
+    assert call(monkeypatch, *words, tmp_path / "third") == 0
+    refused.append("a")
     assert call(monkeypatch, *words, tmp_path / "other") == 1
     assert f"error: {source / 'a'}: Permission denied" in capsys.readouterr().err
 

@@ -23,6 +23,7 @@ from hvd_elastic.errors import BuildError
 from hvd_elastic.install import build_horovod, horovod_wheel, prerequisites
 from hvd_elastic.install.horovod_wheel import BuildInputs
 from hvd_elastic.install.prerequisites import PREREQUISITES
+from hvd_elastic.programs import nvidia
 from tests.paths import LIMIT_S
 
 INPUTS = BuildInputs(
@@ -126,6 +127,21 @@ def test_without_a_gpu_horovod_is_for_cpus_whatever_torch_is_for(monkeypatch, tm
     fake_program(tmp_path, "nvidia-smi", "echo NVIDIA H100")
     monkeypatch.setattr(horovod_wheel, "installed_build", lambda: None)
     assert horovod_wheel.detect_inputs("x") == with_cuda
+
+
+def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tmp_path):
+    fake_program(tmp_path, "nvidia-smi", "exec sleep 60")
+    monkeypatch.setattr(nvidia, "LIMIT_S", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    torch = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
+    monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: torch)
+    for with_nccl in (True, False):
+        chosen = horovod_wheel.detect_inputs("x", with_nccl=with_nccl)
+        monkeypatch.setattr(horovod_wheel, "installed_build", lambda name=chosen.name: name)
+        assert horovod_wheel.detect_inputs("x") == chosen
+    monkeypatch.setattr(horovod_wheel, "installed_build", lambda: "another")
+    with pytest.raises(BuildError, match="make horovod ARGS=--without-nccl"):
+        horovod_wheel.detect_inputs("x")
 
 
 @pytest.mark.parametrize(
@@ -595,6 +611,31 @@ def test_a_new_wheel_that_does_not_import_is_not_kept(workshop, monkeypatch):
     with pytest.raises(BuildError, match="undefined symbol"):
         build_horovod.provide_horovod(INPUTS)
     assert horovod_wheel.cached_wheel(INPUTS) is None
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_kept_wheel_that_no_longer_imports_is_built_anew(
+    workshop, monkeypatch, tmp_path, capsys, works
+):
+    """Unless its framework does not import either: that is not the wheel's fault."""
+    (tmp_path / "torch.py").write_text("" if works else "raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    build_horovod.provide_horovod(INPUTS)
+    install_wheel = build_horovod.install_wheel
+
+    def fail_once(*_):
+        monkeypatch.setattr(build_horovod, "install_wheel", install_wheel)
+        raise build_horovod.UnfitWheelError("undefined symbol")
+
+    monkeypatch.setattr(build_horovod, "install_wheel", fail_once)
+    if works:
+        build_horovod.provide_horovod(INPUTS)
+        assert "is built again: undefined symbol" in capsys.readouterr().out
+    else:
+        with pytest.raises(BuildError, match="undefined symbol"):
+            build_horovod.provide_horovod(INPUTS)
+    assert workshop.count("build") == 1 + works
+    assert horovod_wheel.cached_wheel(INPUTS) is not None
 
 
 def test_a_wheel_that_cannot_be_kept_is_installed(workshop, monkeypatch, capsys):

@@ -252,6 +252,21 @@ def test_a_process_in_what_is_not_ours_does_not_keep_a_folder_of_runs(folders: P
     assert stays == ["", "a process has it in use"]
 
 
+def test_a_link_in_place_of_the_runs_is_removed_and_not_what_it_leads_to(
+    tmp_path: Path, folders: Path
+) -> None:
+    home, scratch = folders / "runs", tmp_path / "scratch"
+    for folder in (home / "spool", scratch / "digits-1"):
+        folder.mkdir(parents=True)
+    (scratch / "digits-1" / "events").write_bytes(bytes(1_000_000))
+    (home / "runs").symlink_to(scratch)
+    (found,) = remove("", ["runs"])
+    assert (found["removed"], found["stays"], found["others"]) == (True, "", str(scratch))
+    assert found["bytes"] < 1000, "what is not removed does not count"
+    assert not home.exists()
+    assert (scratch / "digits-1" / "events").exists()
+
+
 def test_everything_that_is_made_in_the_folder_of_runs_is_known_to_uninstall() -> None:
     package = Path(module.__file__).parents[1]
     path = re.compile(r"""(?<!Path\.)\bhome\(\)[.\w()]* / "([\w.]+)\"""")
