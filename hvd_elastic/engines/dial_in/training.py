@@ -120,6 +120,7 @@ def train(
     acquire: Acquire,
     options: Mapping[str, Any] | None = None,
     files: Mapping[str, BinaryIO] | None = None,
+    began: Callable[[RunFolder], object] = lambda _: None,
 ) -> Any:
     """Run a task on the hosts of an engine; return the function's value at rank 0.
 
@@ -130,6 +131,7 @@ def train(
         address: address of this machine by which the hosts reach it.
         options: some of :data:`OPTIONS`, for an elastic run.
         files: open files that each host gets into its folder before it is used, by name.
+        began: called with the run folder of an elastic task.
 
     Raises:
         ArgumentError: an option is not known or cannot be used, or the task cannot be pickled.
@@ -176,6 +178,7 @@ def train(
             **options,
         )
         folder, resumed = _run_folder(run_id, spec)
+        began(folder)
         with having(folder.hosts) as (hosts, check):
             hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
             if hosts.slots < sizes.wanted:
