@@ -109,6 +109,8 @@ class CloudHosts:
         self._ending: set[str] = set()
         """Machines that are not needed any more, by id; own ones are ended again until they have
         ended."""
+        self._spare: set[str] = set()
+        """Machines of ``cloud up`` that are not needed, by id, as of the last list."""
 
     # -- as the engine of a run ------------------------------------------------------------
 
@@ -149,8 +151,8 @@ class CloudHosts:
         late -= self._reach.preparing  # their command takes the time that it takes
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
-        if ending := [each for each in live if each in self.given_up or each in self._ending]:
-            self._stop(ending)
+        ending = [each for each in live if each in self.given_up or each in self._ending]
+        self._spare = {*ending} - {*self._stop(ending)}
         return [
             Grant(each.id, each.state, each.address, runs=each.id in self._renewed)
             for each in live.values()
@@ -175,29 +177,28 @@ class CloudHosts:
         if machine_id not in self.given_up:
             self.given_up[machine_id] = why
             self._reach.end_preparation(machine_id)
-            is_others = machine_id in self._there and not self._own([machine_id])
-            is_ended = "is left alone" if is_others else "is ended"
-            self._tell(f"machine {machine_id} cannot be used, and {is_ended}: {why}")
+            self._tell(f"machine {machine_id} cannot be used, and is ended: {why}")
 
-    def _own(self, ids: Iterable[str]) -> Sequence[str]:
-        """Return which of these machines the run has asked for: it ends no others."""
+    def _stop(self, ids: Iterable[str]) -> Sequence[str]:
+        """End machines but those of ``cloud up`` that are only not needed; return which."""
         tokens = self.machines.started_by(self.machines.by)
         there = [self._there[each] for each in ids if each in self._there]
-        return [each.id for each in there if each.tags.get("token") in tokens]
-
-    def _stop(self, ids: Iterable[str]) -> None:
-        if own := self._own(ids):
-            self.machines.stop(own)
+        own = {each.id for each in there if each.tags.get("token") in tokens}
+        ending = [each.id for each in there if each.id in own | self.given_up.keys()]
+        if ending:
+            self.machines.stop(ending)
+        return ending
 
     def ask(self, without: Sequence[str], named: str) -> None:
         """Use a machine of ``cloud up`` again that the run has left, or start one."""
-        left = [*(self._ending - self.given_up.keys())]
-        others = {*left} - {*self._own(left)}
-        for machine in [self._there[each] for each in sorted(others & self._there.keys())]:
-            if not self._reach.renew([machine], self.machines.lease_s)[machine.id]:
-                self._ending.discard(machine.id)
-                return
-        self.begin(1, self.machines.live())
+        if self._spare:  # as one that has just started: it is given up if it cannot be reached
+            machine_id = min(self._spare)
+            self._spare.discard(machine_id)
+            self._ending.discard(machine_id)
+            self._renewed.pop(machine_id, None)
+            self._since.pop(machine_id, None)
+        else:
+            self.begin(1, self.machines.live())
 
     def begin(self, number: int, live: Sequence[Machine]) -> None:
         """Ask for machines beside those that live.
@@ -289,7 +290,9 @@ class CloudHosts:
             self._joined[grant.grant_id] = self._there[grant.grant_id]
         self._write()
 
-    def leave_host(self, grant_id: str) -> None:
+    def leave_host(self, grant_id: str, *, is_lost: bool = False) -> None:
+        if is_lost:
+            self.given_up.setdefault(grant_id, "it is lost")
         with self._changing:
             self._joined.pop(grant_id, None)
         self._write()
@@ -302,13 +305,12 @@ class CloudHosts:
             )
 
     def stop_host(self, host: str) -> None:
-        """Have the run leave the machine of a host that is drained, for good; end an own one."""
+        """End the machine of a host that the run has left."""
         with self._changing:
             ids = [each.id for each in self._joined.values() if each.address == host]
         if ids:
             self.given_up |= dict.fromkeys(ids, "it is drained")
-            if self._own(ids):
-                self._tell(f"{host} is drained, so its machine is ended")
+            self._tell(f"{host} is drained, so its machine is ended")
             self.cancel(ids)
 
     def end(self) -> None:
