@@ -90,6 +90,8 @@ class CloudHosts:
         self._ssh = SshOptions(config_path=reach.options.config_path)
         self._since: dict[str, float] = {}
         """Since when live machines are known, by id [monotonic s]."""
+        self._prepared: dict[str, float] = {}
+        """When the commands that prepare machines were last seen to run, by id [monotonic s]."""
         self._renewed: dict[str, float] = {}
         """When the leases of usable machines were renewed, by id [monotonic s]."""
         self._why: dict[str, str] = {}
@@ -147,8 +149,10 @@ class CloudHosts:
         left = self._ending | self.given_up.keys()
         self._renew([each for each in running if each.id not in left], now)
         self._ending.intersection_update(live)
-        late = {each for each in live if now - self._since[each] >= self._start_limit_s}
-        late -= self._reach.preparing  # their command takes the time that it takes
+        # The command that prepares a machine takes the time that it takes.
+        self._prepared |= dict.fromkeys(self._reach.preparing, now)
+        began = {**self._since, **self._prepared}
+        late = {each for each in live if now - began[each] >= self._start_limit_s}
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
         ending = [each for each in live if each in self.given_up or each in self._ending]

@@ -110,8 +110,8 @@ class Reach:
 
     @property
     def preparing(self) -> set[str]:
-        """Machines whose preparation has not been seen to end, by id."""
-        return {each for each, process in self._preparing.items() if process.returncode is None}
+        """Machines whose preparation runs, by id."""
+        return {each for each, process in [*self._preparing.items()] if process.poll() is None}
 
     def end_preparation(self, machine_id: str) -> None:
         """End the command that prepares a machine, if it runs, with all that it has started."""

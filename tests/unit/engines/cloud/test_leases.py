@@ -219,19 +219,28 @@ def test_a_machine_of_cloud_up_that_is_lost_is_ended_and_replaced_and_a_surplus_
     assert cloud.live == {"m1", "m2"}
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
 def test_a_machine_is_waited_for_as_long_as_its_preparation_takes(
-    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
     answer(monkeypatch, 0)
     done = tmp_path / "done"
     command = f"while [ ! -e {done} ]; do sleep 0.05; done"
     hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
-    hosts._start_limit_s = 0.0
     hosts.begin(1, ())
     for _ in range(2):
         assert [each.runs for each in hosts.list()] == [False]
+        hosts._since["m0"] -= 3600.0
+    answer(monkeypatch, -1)  # it reboots
     done.touch()
-    until(lambda: hosts.list()[0].runs)
+    until(lambda: not hosts._reach.preparing)
+    assert [each.runs for each in hosts.list()] == [False]
+    if comes_back:
+        answer(monkeypatch, 0)
+        until(lambda: hosts.list()[0].runs)
+    else:
+        hosts._prepared["m0"] -= 3600.0
+        assert hosts.list() == []
 
 
 def test_the_id_of_a_machine_may_have_slashes(hosts, monkeypatch: pytest.MonkeyPatch) -> None:
