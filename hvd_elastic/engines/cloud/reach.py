@@ -18,7 +18,7 @@ from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.known_hosts import KeyState, forget, remember
 from hvd_elastic.hosts.route import own_known_hosts
 from hvd_elastic.hosts.ssh import connect, read_host_key
-from hvd_elastic.programs.processes import descendants, end_processes
+from hvd_elastic.programs.processes import descendants, end_processes, read_process
 
 _CONNECT_S = 5.0
 _LIMIT_S = 30.0
@@ -117,8 +117,10 @@ class Reach:
         """End the command that prepares a machine, if it runs, with all that it has started."""
         if machine_id in self.preparing:
             process = self._preparing[machine_id]
-            end_processes(lambda: descendants([process.pid]), grace_s=0.0)
-            process.kill()
+            pid = process.pid
+            end_processes(
+                lambda: filter(None, [read_process(pid), *descendants([pid])]), grace_s=0.0
+            )
             process.wait()
 
     def _prepare(self, machine: Machine) -> None:

@@ -283,7 +283,7 @@ def test_the_preparation_of_a_machine_that_has_ended_is_ended(
 ) -> None:
     answer(monkeypatch, 0)
     child = tmp_path / "child"
-    command = f"sleep 3600 & echo $! > {child}; wait; sleep 3600"
+    command = f"sleep 3600 & echo $! > {child}; wait; touch {tmp_path}/later; sleep 3600"
     hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
     hosts.begin(1, ())
     hosts.list()
@@ -292,6 +292,7 @@ def test_the_preparation_of_a_machine_that_has_ended_is_ended(
     assert hosts.list() == []
     until(lambda: read_process(int(child.read_text())) is None)
     assert hosts._reach._preparing["m0"].returncode
+    assert not (tmp_path / "later").exists()
 
 
 @pytest.mark.parametrize("fault", ["cloud", "disk"])
