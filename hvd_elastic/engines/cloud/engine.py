@@ -133,7 +133,7 @@ class CloudHosts:
         try:
             self._write()  # which has failed if the disk was full
             there = self.machines.look()
-            _check_addresses(there)
+            self._check_addresses(there)
         except (RunError, OSError):  # machines that train stay meanwhile: nothing else renews them
             known = [each for each in self._there.values() if each.id in self._renewed]
             self._renew([each for each in known if each.id not in self._ending], time.monotonic())
@@ -176,6 +176,24 @@ class CloudHosts:
                 self._renewed[each] = now
             elif each in self._renewed:
                 self._tell(f"the lease of machine {each} could not be renewed: {why}")
+
+    def _check_addresses(self, there: Sequence[Machine]) -> None:
+        """Give up the newer one of two machines with one address, by which hosts are told apart.
+
+        Raises:
+            CloudError: ``cloud up`` has started them.
+        """
+        known: dict[str, str] = {}
+        usable = [each for each in there if each.is_live and each.id not in self.given_up]
+        for each in sorted(usable, key=lambda each: (each.id not in self._renewed, each.started)):
+            if each.address and known.setdefault(each.address, each.id) != each.id:
+                why = (
+                    f"machines {known[each.address]} and {each.id} have one address, "
+                    f"{each.address}: each needs an address of its own, also if their ports differ"
+                )
+                if not self.machines.by:
+                    raise CloudError(why)
+                self._give_up(each.id, why)
 
     def _give_up(self, machine_id: str, why: str) -> None:
         if machine_id not in self.given_up:
@@ -356,17 +374,6 @@ class CloudHosts:
         if hosts != self._written and (hosts or self.may_be_none):
             write_hostfile(self._hostfile, hosts)
             self._written = hosts
-
-
-def _check_addresses(machines: Sequence[Machine]) -> None:
-    """Raise CloudError if two machines have one address, by which hosts are told apart."""
-    known: dict[str, str] = {}
-    for each in machines:
-        if each.is_live and each.address and known.setdefault(each.address, each.id) != each.id:
-            raise CloudError(
-                f"machines {known[each.address]} and {each.id} have one address, {each.address}: "
-                "each needs an address of its own, also if their ports differ"
-            )
 
 
 class CloudSource(HostSource):

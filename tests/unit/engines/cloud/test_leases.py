@@ -250,13 +250,24 @@ def test_the_id_of_a_machine_may_have_slashes(hosts, monkeypatch: pytest.MonkeyP
     until(lambda: hosts._reach.renew([machine], 60.0) == {"zone/m0": ""})
 
 
-def test_two_machines_with_one_address_are_refused_in_words(hosts, leases, cloud) -> None:
+def test_of_two_machines_with_one_address_the_newer_is_given_up(hosts, leases, cloud, said) -> None:
+    hosts.begin(1, ())
+    hosts.list()
+    hosts.begin(2, hosts.machines.live())
+    known = hosts._there["m0"]
+    cloud.machines["m1"] = replace(cloud.machines["m1"], address=known.address, port=2222)
+    cloud.machines = dict(sorted(cloud.machines.items(), reverse=True))
+    assert {each.grant_id for each in hosts.list()} == {"m0", "m2"}
+    assert cloud.live == {"m0", "m2"}
+    assert "m1 cannot be used, and is ended: machines m0 and m1 have one address, 10" in said[-1]
+
+
+def test_cloud_up_refuses_two_machines_with_one_address(hosts, leases, cloud) -> None:
+    hosts.machines.by = ""
     hosts.begin(2, ())
     cloud.machines["m1"] = replace(cloud.machines["m1"], address="10.0.1.0", port=2222)
     with pytest.raises(CloudError, match=r"m0 and m1 have one address, 10\.0\.1\.0"):
         hosts.list()
-    cloud.stop(["m0"])
-    assert [each.grant_id for each in hosts.list()] == ["m1"]
 
 
 def test_a_machine_is_prepared_once_with_the_ssh_configuration_of_its_cloud(
