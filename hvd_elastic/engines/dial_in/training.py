@@ -29,7 +29,7 @@ from hvd_elastic.errors import ArgumentError, RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.leader import lead
 from hvd_elastic.leader.resuming import check_not_complete
-from hvd_elastic.leader.spec import RunSpec, check_choices, check_objective
+from hvd_elastic.leader.spec import RunSpec, check_choices, check_objective, check_patience
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
@@ -208,7 +208,14 @@ def _check_values(options: Mapping[str, Any]) -> None:
         msgspec.convert({**of_spec, "command": COMMAND, "cwd": "."}, RunSpec)
         check_choices(options)
         policy = options.get("policy", RunSpec.policy)
-        check_objective(policy, given, lambda name: {"deadline": "deadline_s"}.get(name, name))
+        names = {"deadline": "deadline_s", "budget": ""}
+        check_objective(policy, given, lambda name: names.get(name, name))
+        check_patience(
+            options.get("failure_timeout_s", RunSpec.failure_timeout_s), "option failure_timeout_s"
+        )
+        for name in ("spares", "checkpoint_copies"):
+            if options.get(name, 0) < 0:
+                raise UsageError(f"{name} is {options[name]}; it must be 0 or more")
     except (UsageError, msgspec.ValidationError) as error:
         raise ArgumentError(f"options of the run: {error}") from None
 
