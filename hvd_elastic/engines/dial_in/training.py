@@ -211,7 +211,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
         names = {"deadline": "deadline_s", "budget": ""}
         check_objective(policy, given, lambda name: names.get(name, name))
         check_patience(
-            options.get("failure_timeout_s", RunSpec.failure_timeout_s), "option failure_timeout_s"
+            options.get("failure_timeout_s", RunSpec.failure_timeout_s), "failure_timeout_s"
         )
         for name in ("spares", "checkpoint_copies"):
             if options.get(name, 0) < 0:
@@ -247,6 +247,10 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
                         f"{place} holds checkpoints of run {owner}: leave run_id out to continue "
                         f"that run, or give run {run_id} a checkpoint_folder of its own"
                     )
+            if folder is None and owner and name == owner:  # the driver had another home
+                check_new_place(place, owner)
+                _tell(f"run {owner} continues from its checkpoints in {place}; its folder is new")
+                return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
             check_new_place(place)
         return RunFolder.create(run_id, fields), False
     before = folder.read_run().get("checkpoint_folder")

@@ -25,7 +25,7 @@ from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.dial_in.task import TASK_FILE, Task
 from hvd_elastic.engines.dial_in.training import Sizes, on_this_machine, train
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import CheckpointError, RunError, UsageError
 from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.transfer import send_file
 from hvd_elastic.programs.processes import read_process
@@ -402,6 +402,28 @@ def train_and_fail_once(failed: str, checkpoints: str) -> int:
         return hvd.size()
 
     return train(hvd.State(model=model, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_program_without_its_old_home_continues_from_its_checkpoint_folder(
+    tmp_path: Path, monkeypatch, named: bool
+) -> None:
+    pytest.importorskip("horovod.torch")
+    place = tmp_path / "checkpoints"
+    options = {"checkpoint_every_s": 0.2, "checkpoint_folder": str(place), "run_id": "again"}
+    args = (str(tmp_path / "failed"), str(place))
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    with pytest.raises(RunError, match="no such loss"):
+        run(train_and_fail_once, *args, sizes=Sizes(1), options=options)
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "another"))
+    with pytest.raises(CheckpointError, match="holds a checkpoint of run again"):
+        run(len, "", sizes=Sizes(1), options={**options, "run_id": "other"})
+    if not named:
+        del options["run_id"]
+    assert run(train_and_fail_once, *args, sizes=Sizes(1), options=options) == 1
+    (folder,) = list_runs()
+    assert folder.run_id == "again"
+    assert any(isinstance(event, Restored) for event in folder.iter_events())
 
 
 @pytest.mark.parametrize("named", [True, False])
