@@ -145,6 +145,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         shards = self._receive_all(parcel.sources)
         written_s = max(source.seconds for source in parcel.sources)
         info = self._store.add_checkpoint(shards, time.monotonic() - began + written_s)
+        self._call.post(lambda: self._note_here(info))
         problems = [warning_of_not_finite(info)] if info.not_finite else []
         problems += self._copy(info)
         place = str(info.path)
@@ -214,13 +215,17 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
                     described.unlink(missing_ok=True)
         return list(dict.fromkeys(problems))
 
-    def _note_stored(self, parcel: Parcel[ShardInfo], stored: _Collected) -> Sequence[str]:
-        info, problems = stored
+    def _note_here(self, info: CheckpointInfo) -> None:
+        """Note that a checkpoint is complete in its folder; its copies and its upload follow."""
+        self._received_at = time.monotonic()
         self._writable, self._missed, self._unwritten = True, None, ""
         self.newest_step, self.newest_s = info.step, info.seconds
         if not info.not_finite or self.resume_step < 0:
             self.resume_step = info.step
         self.expected = f"that of step {info.step} was written"
+
+    def _note_stored(self, parcel: Parcel[ShardInfo], stored: _Collected) -> Sequence[str]:
+        info, problems = stored
         # Older incomplete checkpoints are no longer needed.
         self._known = {key: known for key, known in self._known.items() if key[0] > info.step}
         self._release(self.resume_step - 1 if self._copies else info.step)
@@ -253,9 +258,21 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         Args:
             searched_in_vain: whether a checkpoint that should exist was not found.
         """
-        needed = self._copies or self.busy or searched_in_vain or not self._writable
-        if not self._missed and (succeeded or not needed):
+        if self._is_uploading:
+            self._call.warn(
+                f"{self._store.url} lacks the checkpoint of step {self.newest_step}, whose upload "
+                f"has not ended; it is in {self._store.folder}"
+            )
+        newer = any(each.sources[0].entry.step > self.newest_step for each in self._parcels())
+        needed = self._copies or searched_in_vain or not self._writable
+        if not (self._missed or self.busy or newer) and (succeeded or not needed):
             self._release(None)
+
+    @property
+    def _is_uploading(self) -> bool:
+        """Return whether the newest checkpoint is in its folder, and its upload has not ended."""
+        fetched = self._fetching.sources[0].entry.step if self._fetching is not None else -1
+        return self._store.url is not None and 0 <= fetched <= self.newest_step
 
     def missing(self, reached: int) -> str:
         """Return that there is no checkpoint of the step that training has reached; empty: it is.
@@ -264,10 +281,15 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         """
         if max(self.newest_step, 0) >= reached:
             return ""
-        if self._missed is not None:
-            return f"{self.why_missed}. It stays on its hosts, from which --resume fetches it"
-        silent = f"a rank has ended before its shard of step {reached} was written"
-        return self._unwritten or silent
+        parcels = (each for each in self._parcels() if each.sources[0].entry.step == reached)
+        last = next(parcels, None)
+        if last is None:
+            silent = f"a rank has ended before its shard of step {reached} was written"
+            return self._unwritten or silent
+        why = self._why(last) if last.error else f"{last.words} has not been fetched yet"
+        if self._is_there(last):
+            return f"{why}. It stays on its hosts, from which --resume fetches it"
+        return f"{why}. --resume fetches it from its hosts when all of them are up"
 
     # -- restoring -------------------------------------------------------------------------
 
@@ -276,7 +298,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         self._accepting = False
         self._restart = None
         self._known.clear()
-        self._missed = None
+        self._missed, self._unwritten = None, ""
         self.newest_step = self.resume_step = -1 if newest is None else newest.step
         # A later takeover must not use shards of a history that training has abandoned.
         self._release(None)

@@ -21,15 +21,18 @@ from hvd_elastic.errors import CheckpointError
 from hvd_elastic.urls import is_url
 
 
-def check_new_place(place: str) -> None:
+def check_new_place(place: str, run_id: str | None = None) -> None:
     """Check that a new run can store its checkpoints at ``--checkpoint-dir``.
+
+    Args:
+        run_id: run whose folder is not here, and whose checkpoints may be there; None: no run's.
 
     Raises:
         CheckpointError: it cannot be written, it holds checkpoints of another run, or another
             leader is using it.
     """
     where = CheckpointUrl(place) if is_url(place) else Path(place)
-    check_place(where, None)
+    check_place(where, run_id)
     other = find_lease(where)
     if other is not None:
         raise CheckpointError(

@@ -100,8 +100,12 @@ class Owner(Protocol):
     def join_host(self, grant: Grant) -> None:
         """Give the run the host of a grant."""
 
-    def leave_host(self, grant_id: str) -> None:
-        """Take the host of a grant from the run, which then leaves it."""
+    def leave_host(self, grant_id: str, *, is_lost: bool) -> None:
+        """Take the host of a grant from the run, which then leaves it.
+
+        Args:
+            is_lost: whether the host is of no use, since the run lost it for good.
+        """
 
     def in_use(self, grant_id: str) -> bool:
         """Return whether the run is still connected to the host of a grant."""
@@ -251,7 +255,8 @@ class Growth:
         self._take_started(grants, now)
         self._note_use(now)
         for grant_id in self._unwanted(now):
-            self._leave(grant_id, "it is given back")
+            is_lost = self._is_lost(self._joined[grant_id], now)
+            self._leave(grant_id, "it is given back", is_lost=is_lost)
         for grant_id in self._leaving.keys() & grants.keys():
             if not self._owner.in_use(grant_id):
                 self._owner.cancel([grant_id])
@@ -297,8 +302,8 @@ class Growth:
         self._tell(f"{self._name(grant.grant_id)} is cancelled: {why}")
         self._leaving[grant.grant_id] = grant.host
 
-    def _leave(self, grant_id: str, why: str) -> None:
-        self._owner.leave_host(grant_id)  # first, as in _join
+    def _leave(self, grant_id: str, why: str, *, is_lost: bool = False) -> None:
+        self._owner.leave_host(grant_id, is_lost=is_lost)  # first, as in _join
         host = self._joined.pop(grant_id)
         self._lost.pop(host, None)
         self._unused.pop(host, None)
@@ -324,12 +329,15 @@ class Growth:
         going = self._draining | self.at_risk
         return {each: host for each, host in self._joined.items() if host not in going}
 
+    def _is_lost(self, host: str, now: float) -> bool:
+        """Return whether a host is lost for good."""
+        return now - self._lost.get(host, now) >= _LOST_S
+
     def _of_first(self, now: float) -> list[str]:
         return [
             name
             for name in self.first
-            if now - self._lost.get(name, now) < _LOST_S
-            and name not in self._draining | self.at_risk
+            if not self._is_lost(name, now) and name not in self._draining | self.at_risk
         ]
 
     # -- how many --------------------------------------------------------------------------
@@ -341,7 +349,7 @@ class Growth:
         keep_s = max(self._limits.give_back_after_s, self._owner.start_s or 0.0)
         for grant_id, host in self._joined.items():
             idle_s = now - self._unused.get(host, now)
-            if now - self._lost.get(host, now) >= _LOST_S:
+            if self._is_lost(host, now):
                 found.append(grant_id)
             elif (
                 self._spec.policy != "fixed"

@@ -269,6 +269,8 @@ class DataOrder:
                 if self._is_over(context, enough):
                     self._end_loop(context, whole=enough is None and self._at_end(context))
                     return
+                if step.ahead is not None and step.ahead.position == 0:
+                    step.ahead.order_hash = self._hash_of(step.ahead.epoch)
                 self._warn_of_idle_ranks(worker)
                 before = (worker.progress.epoch, worker.progress.position)
                 position = context.reading.position
@@ -353,7 +355,7 @@ class DataOrder:
             if context.step.ahead is None:
                 context.rollback.next_pass()
             else:
-                self._continue_in_next_epoch(context.step.ahead)
+                context.step.ahead.next_epoch()
         return context.worker.progress.stopped or enough()
 
     def _end_loop(self, context: Context, *, whole: bool) -> None:
@@ -363,13 +365,8 @@ class DataOrder:
             self._ended = (context.reading.epoch, context.worker.generation)
         if ahead is None:
             context.rollback.loop_ended(within_epoch=not whole)
-        else:
-            self._continue_in_next_epoch(ahead)
-
-    def _continue_in_next_epoch(self, ahead: Progress) -> None:
-        """Move the place within a step of several batches to the next epoch, and its order."""
-        ahead.next_epoch()
-        ahead.order_hash = self._hash_of(ahead.epoch)
+        else:  # the step continues in the next epoch, if there is one
+            ahead.next_epoch()
 
     def indices(self, place: Place, progress: Progress) -> Iterator[list[int]]:
         """Yield the dataset indices of each pass from a place to the end of the epoch."""

@@ -229,13 +229,13 @@ class Leader:
                 if self._executor.machine.members:
                     self._let_go(error)
                 else:
-                    self._end_agents()
+                    self._end_agents(succeeded=False)
                 raise
             finish = self._executor.finish
             assert finish is not None
             if not run.fence.gave_way:
                 finish = self._fetching.with_missing(finish)
-            self._end_agents()
+            self._end_agents(succeeded=finish.status == "succeeded")
         resumes, reached = self._fetching.checkpoints.resume_step, run.progress.reached
         run.journal.emit(
             RunFinished(
@@ -264,14 +264,13 @@ class Leader:
         known = not error or error in finish.message
         return finish.message if known else f"{finish.message}: {error}"
 
-    def _end_agents(self) -> None:
+    def _end_agents(self, *, succeeded: bool) -> None:
         """End all agents and their workers, and wait until they have ended."""
         if self._run.fence.gave_way:
             self._run.agents.drop()  # the workers belong to the other leader
             self._run.readers.drop()
             return
-        finish = self._executor.finish
-        self._fetching.empty_spools(succeeded=finish is not None and finish.status == "succeeded")
+        self._fetching.empty_spools(succeeded=succeeded)
         for host in self._run.agents.end_agents():
             self._run.journal.warn(f"host {host}: the agent did not answer the end of the run")
         self._run.readers.end_agents()

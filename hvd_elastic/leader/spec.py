@@ -75,7 +75,7 @@ def check_objective(policy: str, given: Mapping[str, Any], spelled: Callable[[st
     Args:
         given: those that the user has given: ``objective``, ``min_speedup_per_slot``, ``budget``,
             ``deadline`` and ``target_examples``.
-        spelled: as of :func:`check_choices`.
+        spelled: as of :func:`check_choices`; empty: there is no such option.
 
     Raises:
         UsageError: they do not.
@@ -91,7 +91,8 @@ def check_objective(policy: str, given: Mapping[str, Any], spelled: Callable[[st
         if name != "objective" and kind != owner:
             raise UsageError(f"{spelled(name)} belongs to {objective} {owner}; add that")
     if kind == "cost" and not {"budget", "deadline"} & given.keys():
-        raise UsageError(f"{objective} cost needs a {spelled('budget')}, or a {deadline}")
+        ways = filter(None, (spelled("budget"), deadline))
+        raise UsageError(f"{objective} cost needs a {', or a '.join(ways)}")
     if ("deadline" in given) != ("target_examples" in given):
         raise UsageError(
             f"{deadline} and {target} belong together: the target says what to do by the deadline"
@@ -100,6 +101,21 @@ def check_objective(policy: str, given: Mapping[str, Any], spelled: Callable[[st
         raise UsageError(
             f"{spelled('min_speedup_per_slot')} {share:g} is above 1, and no slot "
             "brings more than one alone does: give a share of that, such as 0.5"
+        )
+
+
+def check_patience(failure_timeout_s: float, name: str) -> None:
+    """Check a failure timeout.
+
+    Raises:
+        UsageError: it is too short.
+    """
+    least = 2 * SHORTEST_HEARTBEAT_S
+    if failure_timeout_s < least:
+        raise UsageError(
+            f"{name} {failure_timeout_s:g} is below two heartbeats, which come "
+            f"every {SHORTEST_HEARTBEAT_S:g} s at the most often. Give at least {least:g}; "
+            "a few seconds forgive a busy network."
         )
 
 

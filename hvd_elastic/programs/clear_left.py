@@ -151,6 +151,13 @@ def size_of(path: Path) -> int:
     return total
 
 
+def found_in(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths below a folder that match; [] if this user cannot look into it."""
+    with contextlib.suppress(OSError):
+        return list(folder.glob(pattern))
+    return []
+
+
 def scratch_prefix(run: str, host: str) -> str:
     """Return how the names of the temporary folders begin that agents of a run make on a host."""
     # A hash is short, since a socket's path may have at most 107 characters and names can be long.
@@ -168,7 +175,7 @@ def scratch_folders(run: str | None, host: str, tmpdir: str = "") -> list[Path]:
     return [
         each
         for place in sorted(places)
-        for each in place.glob(f"{prefix}*")
+        for each in found_in(place, f"{prefix}*")
         if SCRATCH.fullmatch(each.name) and own(each) and not is_in_use(each)
     ]
 
@@ -189,8 +196,10 @@ def find(run: str | None, host: str, tmpdir: str = "") -> list[tuple[Path, str]]
     """Return the unused files and folders with their kind; a folder may be locked."""
     cache, temporary = Path("~/.cache").expanduser(), Path(tempfile.gettempdir())
     folders = scratch_folders(run, host, tmpdir)
-    locks = [path for pattern in BUILD_LOCKS for path in cache.glob(pattern) if own(path)]
-    sockets = [path for path in temporary.glob(MANAGER_SOCKET) if own(path) and own(path.parent)]
+    locks = [path for pattern in BUILD_LOCKS for path in found_in(cache, pattern) if own(path)]
+    sockets = [
+        path for path in found_in(temporary, MANAGER_SOCKET) if own(path) and own(path.parent)
+    ]
     return [
         *((path, FOLDER) for path in folders),
         *((path, "shared memory") for path in shared_memory()),

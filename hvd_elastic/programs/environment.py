@@ -219,6 +219,7 @@ def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
     for name, path in places:
         if not path.is_dir():
             continue
+        parts = [path / part for part in OF_HOME] if name == "runs" else [path]
         why = ""
         if name == "environment" and str(path) == prefix and not (path / STAMP).exists():
             name, why = "own environment", "`hvd-elastic install` has not brought it"
@@ -226,9 +227,9 @@ def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
             why = "it is another user's, or a link"
         elif name == "environment":
             why = in_use(str(path))
-        elif is_in_use(path):
+        elif any(is_in_use(part) for part in parts if part.exists()):
             why = "a process has it in use"
-        sizes = map(size_of, [path / part for part in OF_HOME] if name == "runs" else [path])
+        sizes = map(size_of, parts)
         others = others_in(path) if name == "runs" else ""
         found.append(
             {"name": name, "path": str(path), "bytes": sum(sizes), "stays": why, "others": others}

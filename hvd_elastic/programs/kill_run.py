@@ -14,6 +14,7 @@ Processes are found by environment and parentage, so that no other process is to
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -32,6 +33,7 @@ from hvd_elastic.programs.processes import (
 
 VARIABLE = "HVD_ELASTIC_RUN_ID"
 SPOOL = "HVD_ELASTIC_SPOOL"
+HOST_FOLDER = "HVD_ELASTIC_HOST_FOLDER"  # of dial_back.py
 OURS = "hvd-elastic"
 # Launcher, a variable that it sets for its workers, and the variable that names the job.
 LAUNCHERS = (
@@ -42,9 +44,10 @@ LAUNCHERS = (
 # Jobs without a name, and those of torchrun with its default id, are told apart by these.
 UNNAMED = ("", "none")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
-# Appears in the command line of a launcher, which may be PID 1 of a container.
+# Begins a word in the command line of a launcher, which may be PID 1 of a container.
 LAUNCHES = re.compile(
     r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|mpiexec|orterun|prterun|horovod"
+    r"|hvd[-_]elastic"
 )
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 # Maximum length of the command line that a pattern is searched in.
@@ -69,38 +72,41 @@ def job_key(job: str, variables: dict[str, str]) -> tuple[str | None, ...]:
     return (job,) if is_named else (job, *map(variables.get, MEETING_POINT))
 
 
-def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> bool:
-    """Return whether only workers and their shells are between a worker and init.
+def launched(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> float | None:
+    """Return when the launcher of a worker was started; None if it is left behind.
 
-    Any other process in between, such as a living launcher, an sshd or a terminal, means that
-    somebody still controls the job.
+    It is if only workers and their shells are between it and init. Any other process in between,
+    such as a living launcher, an sshd or a terminal, means that somebody still controls the job.
     """
     while True:
         parent = processes[pid].parent
         name = read(parent, "comm").strip()
         if name == b"systemd" or (parent == 1 and not is_launcher(parent)):
-            return True
+            return None
         if parent not in processes or not (parent in jobs or name in SHELLS):
-            return False
+            return processes.get(parent, processes[pid]).started
         pid = parent
 
 
 def is_launcher(pid: int) -> bool:
-    """Return whether a process may have started workers; a Python program may be any launcher."""
-    is_python = read(pid, "comm").startswith(b"python")
-    return is_python or LAUNCHES.search(command_line(pid, MOST_LETTERS)) is not None
+    """Return whether a program that starts workers is named in a process's command line."""
+    words = command_line(pid, MOST_LETTERS).split()
+    return any(LAUNCHES.match(word.rpartition("/")[2]) for word in words)
 
 
 def home_of(spool: str) -> str:
     """Return the HVD_ELASTIC_HOME of a run's spool on a host, which is HOME/spool/RUN/HOST."""
-    return os.path.realpath(f"{spool}/../../..")
+    return os.path.realpath(str(Path(spool).parent.parent.parent))  # "spool" may be a link
 
 
 def is_elsewhere(pid: int, home: str) -> bool:
     """Return whether a process is of a run in another HVD_ELASTIC_HOME than the caller's."""
-    spool = environment(pid).get(SPOOL)
-    own = home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"
-    return spool is not None and home_of(spool) != os.path.realpath(str(Path.home() / own))
+    variables = environment(pid)
+    spool = variables.get(SPOOL)
+    own = str(Path.home() / (home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"))
+    # Hosts of Ray and Spark may have a folder of their own, for this run alone.
+    homes = (own, variables.get(HOST_FOLDER) or own)
+    return spool is not None and home_of(spool) not in map(os.path.realpath, homes)
 
 
 def is_own(pid: int) -> bool:
@@ -138,10 +144,18 @@ def find(
         found = {pid: environment(pid) for pid in processes}
         jobs = {pid: job for pid in found for job in [job_of(found[pid], ours)] if job is not None}
         keys = {pid: job_key(jobs[pid], found[pid]) for pid in jobs}
-        left = {pid for pid in jobs if is_left_behind(pid, processes, jobs)}
-        # What a worker of a live job has started in the background is not left behind.
-        alive = {keys[pid] for pid in jobs if pid not in left}
-        marked = {pid: jobs[pid] for pid in left if keys[pid] not in alive}
+        starts = {pid: launched(pid, processes, jobs) for pid in jobs}
+        alive: dict[tuple[str | None, ...], float] = {}
+        for pid, start in starts.items():
+            if start is not None:
+                alive[keys[pid]] = min(start, alive.get(keys[pid], start))
+        # What a worker of a live job has started in the background is not left behind. What is
+        # older than the job is of one that was started with the same name before.
+        marked = {
+            pid: jobs[pid]
+            for pid, start in starts.items()
+            if start is None and processes[pid].started < alive.get(keys[pid], math.inf)
+        }
     else:
         runs = {pid: environment(pid).get(variable) for pid in processes}
         marked = {pid: name for pid, name in runs.items() if name is not None}

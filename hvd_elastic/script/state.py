@@ -20,6 +20,10 @@ from hvd_elastic.worker import context
 from hvd_elastic.worker.frontend import State
 from hvd_elastic.worker.progress import Progress
 
+SCALER = "_grad_scaler"
+"""Beginning of the names of gradient scalers, which become part of the state by themselves. Older
+releases stored one of them only, also where the script had given it to ``State(...)``."""
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -218,11 +222,20 @@ class ScriptState(State):
         return theirs
 
     def load(self, payload: dict[str, Any], path: str) -> Progress:
-        if set(payload["objects"]) != set(self._objects):
+        missing = self._objects.keys() - payload["objects"].keys()
+        different = missing | (payload["objects"].keys() - self._objects.keys())
+        if not all(name.startswith(SCALER) for name in different):
             raise CheckpointError(
                 f"checkpoint {path} holds {sorted(payload['objects'])}, this script's State has "
                 f"{sorted(self._objects)}. Resume with the script that wrote it."
             )
+        for name in sorted(missing):
+            self._context.worker.warn(
+                f"checkpoint {path} has no state of a gradient scaler ({name}): it begins as the "
+                "script has made it"
+            )
+        initial = self._values()["objects"] if missing else {}
+        payload = {**payload, "objects": {**initial, **payload["objects"]}}
         # All checks come before anything is overwritten.
         for name, item in self._objects.items():
             found = payload["objects"][name]

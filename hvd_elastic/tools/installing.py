@@ -42,8 +42,10 @@ from hvd_elastic.tools.copy.copying import Copied, CopyProgress, CopySettings, c
 
 # Limit for each step on a host but the copy; an import from a slow disk takes minutes.
 STEP_S = 600.0
-# Python compiles for itself; the stamp tells what a copy has installed.
-LEFT_OUT = ("__pycache__", STAMP)
+# Python compiles for itself; what is left of a removed package would keep it importable.
+COMPILED = "__pycache__"
+# The stamp tells what a copy has installed.
+LEFT_OUT = (COMPILED, STAMP)
 CHECKED = ("python", *COMPARED, "framework", "hvd_elastic code")
 _OF_ITS_OWN = ", and compiled packages do not work there. Run `make horovod` on it instead"
 
@@ -259,7 +261,11 @@ class Installation:
                 break
             self.on_step("comparing" if dry_run else "copying")
             settings = CopySettings(
-                delete=True, exclude=spared, dry_run=dry_run, fanout=self.fanout
+                delete=True,
+                exclude=spared,
+                passing=(COMPILED,),
+                dry_run=dry_run,
+                fanout=self.fanout,
             )
             for result in copy_to_hosts(
                 self._well(hosts), f"{source}/", place, self.options, settings, None,

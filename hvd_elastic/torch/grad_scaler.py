@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.state import SCALER
 from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.rollback import StepVoidedError
@@ -63,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
             self._type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._looked = False
-        names = (f"_grad_scaler{number or ''}" for number in itertools.count())
+        names = (f"{SCALER}{number or ''}" for number in itertools.count())
         self._context.keep(next(n for n in names if n not in self._context.state_parts), self)
 
     @classmethod

@@ -123,9 +123,8 @@ class LocalAverager(GradientAverager):
         if not step.is_open:
             raise ScriptError(
                 "optimizer.step() of hvd.LocalOptimizer for a batch that does not come from "
-                "hvd.DataLoader, or whose period has ended, by an earlier step() or "
-                "state.commit(). Read the data with hvd.DataLoader under @hvd.run, and call "
-                "step() once for each batch, before commit()"
+                "hvd.DataLoader, or whose period has ended by an earlier step(). Read the data "
+                "with hvd.DataLoader under @hvd.run, and call step() once for each batch"
             )
         if self._stepped == len(step.passes):
             raise ScriptError(

@@ -467,11 +467,14 @@ class Context:
             self.step_done()
 
     def body_left(self) -> None:
-        """Count the step of a loop body that was left by ``break`` after a step of an optimizer.
+        """Count the step of a loop body that was left by ``break`` after it was exchanged.
 
+        So it is after the step of one of several optimizers, and without any after ``commit``.
         Without a collective, since a generator may be closed at any time.
         """
-        whole = self.worker.averagers.several and not self.worker.communicator.broken
+        self.step.is_body_left = True
+        averagers = self.worker.averagers
+        whole = (averagers.several or not averagers) and not self.worker.communicator.broken
         if whole and self.step.stage is Stage.EXCHANGED:
             self.step_done()
 
@@ -544,7 +547,12 @@ class Context:
         self.metrics.update(metrics)
         step = self.step
         if self.data.has_loader and step.stage is not Stage.UNCOMMITTED:
-            return  # the optimizer's step may follow; if not, the end of the loop body counts it
+            # The optimizer's step may follow; if not, the end of the loop body counts it.
+            if step.is_open and not (step.accumulating or self.worker.averagers):
+                self.exchange()  # where the body is left, nothing else could do so
+                if step.is_body_left:
+                    self.step_done()
+            return
         # A script that reads its data itself: this is where its steps end.
         if step.stage is not Stage.UNCOMMITTED:  # a step that was taken has exchanged already
             step.is_left_out = self.worker.averagers.several

@@ -99,6 +99,7 @@ class Step:
         passes: passes handed out so far on this rank.
         is_too_large: flag for the exchange: a pass did not fit into this rank's memory.
         is_left_out: flag for the exchange: this rank takes no optimizer step for it.
+        is_body_left: whether the loop over the loader was left, so that no end of its body comes.
         in_no_sync: whether the script is in a ``with optimizer.no_sync()`` block.
         continues: whether the script's last backward pass was in such a block, so that the next
             batch belongs to the step too.
@@ -115,6 +116,7 @@ class Step:
         self.passes: list[Pass] = []
         self.is_too_large = False
         self.is_left_out = False
+        self.is_body_left = False
         self.in_no_sync = False
         self.continues = self.is_period = False
         self.ahead: Progress | None = None
@@ -206,7 +208,7 @@ class Step:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
         self.continues, self.counts, self.ranks_added = False, None, None
-        self.is_period = False
+        self.is_period = self.is_body_left = False
 
     def next_batch(self, progress: Progress) -> None:
         """Go on with the next batch of the loader; ``progress``: that of training."""

@@ -79,7 +79,7 @@ def test_a_lost_actor_or_node_is_a_lost_host_and_a_new_node_joins(
     stage.services = frozenset({"gcs_server", "raylet", "python", "python3"})
     sizes = ("--min-np", "1", "--max-np", "4")
     with RunningJob(stage, None, *sizes, program=(DRIVER,)) as job:
-        job.wait_size(3)
+        job.wait_size(3, deadline_s=600)
         job.wait_steps(10)
         since = job.mark()
         (actor,) = ray_cluster.processes(stage.hosts[1], "ray::HostActor")

@@ -60,7 +60,7 @@ def test_a_lost_executor_is_a_lost_host_and_a_new_worker_joins(
     """Each example once; the pause does not wait for Spark to notice."""
     sizes = ("--np", "3", "--min-np", "2", "--max-np", "4")
     with RunningJob(stage, None, *sizes, program=(DRIVER,)) as job:
-        job.wait_size(3)
+        job.wait_size(3, deadline_s=600)
         job.wait_steps(10)
         since = job.mark()
         host = stage.hosts[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import sys
 from collections import Counter
@@ -34,6 +35,8 @@ Bootstrap = Annotated[
     bool, option("first accept host keys and install your own key there", "--bootstrap")
 ]
 Yes = Annotated[bool, option("accept without asking, with --bootstrap", "--yes", "-y")]
+# Errors that another place for files helps against.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
@@ -339,6 +342,8 @@ def build_horovod(
     except BrokenPipeError:  # of our own output
         raise
     except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise BuildError(str(error)) from error
         place = error.filename2 or error.filename or "a file"
         raise BuildError(
             f"{place} cannot be written: {error.strerror}; the wheel's folder is under "

@@ -30,7 +30,7 @@ from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, is_named, p
 from hvd_elastic.hosts.ssh_config import ssh_config_for
 from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.resuming import check_sizes, check_slots
-from hvd_elastic.leader.spec import POLICIES, SHORTEST_HEARTBEAT_S, RunSpec, check_choices
+from hvd_elastic.leader.spec import POLICIES, RunSpec, check_choices, check_patience
 from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.urls import is_url
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
@@ -273,7 +273,7 @@ class RunOptions:
             self._check_on_not_finite,
             self._check_profile,
             self._check_scaling,
-            self._check_patience,
+            lambda: check_patience(self.failure_timeout_s, "--failure-timeout"),
             lambda: check_ssh_config(self.ssh_config),
             lambda: check_tensorboard_option(self.tensorboard, mpi=self.mpi),
             self._check_command,
@@ -454,15 +454,6 @@ class RunOptions:
         if hosts is None:
             return asked or max(self.min_np, self._gpus)
         return min(asked or hosts.slots, hosts.slots - self.spares)
-
-    def _check_patience(self) -> None:
-        least = 2 * SHORTEST_HEARTBEAT_S
-        if self.failure_timeout_s < least:
-            raise UsageError(
-                f"--failure-timeout {self.failure_timeout_s:g} is below two heartbeats, which come "
-                f"every {SHORTEST_HEARTBEAT_S:g} s at the most often. Give at least {least:g}; "
-                "a few seconds forgive a busy network."
-            )
 
     def _check_command(self) -> None:
         command = self.command

@@ -90,6 +90,8 @@ class CloudHosts:
         self._ssh = SshOptions(config_path=reach.options.config_path)
         self._since: dict[str, float] = {}
         """Since when live machines are known, by id [monotonic s]."""
+        self._prepared: dict[str, float] = {}
+        """When the commands that prepare machines were last seen to run, by id [monotonic s]."""
         self._renewed: dict[str, float] = {}
         """When the leases of usable machines were renewed, by id [monotonic s]."""
         self._why: dict[str, str] = {}
@@ -109,6 +111,8 @@ class CloudHosts:
         self._ending: set[str] = set()
         """Machines that are not needed any more, by id; own ones are ended again until they have
         ended."""
+        self._spare: set[str] = set()
+        """Machines of ``cloud up`` that are not needed, by id, as of the last list."""
 
     # -- as the engine of a run ------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class CloudHosts:
         try:
             self._write()  # which has failed if the disk was full
             there = self.machines.look()
-            _check_addresses(there)
+            self._check_addresses(there)
         except (RunError, OSError):  # machines that train stay meanwhile: nothing else renews them
             known = [each for each in self._there.values() if each.id in self._renewed]
             self._renew([each for each in known if each.id not in self._ending], time.monotonic())
@@ -145,12 +149,14 @@ class CloudHosts:
         left = self._ending | self.given_up.keys()
         self._renew([each for each in running if each.id not in left], now)
         self._ending.intersection_update(live)
-        late = {each for each in live if now - self._since[each] >= self._start_limit_s}
-        late -= self._reach.preparing  # their command takes the time that it takes
+        # The command that prepares a machine takes the time that it takes.
+        self._prepared |= dict.fromkeys(self._reach.preparing, now)
+        began = {**self._since, **self._prepared}
+        late = {each for each in live if now - began[each] >= self._start_limit_s}
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
-        if ending := [each for each in live if each in self.given_up or each in self._ending]:
-            self._stop(ending)
+        ending = [each for each in live if each in self.given_up or each in self._ending]
+        self._spare = {*ending} - {*self._stop(ending)}
         return [
             Grant(each.id, each.state, each.address, runs=each.id in self._renewed)
             for each in live.values()
@@ -171,33 +177,50 @@ class CloudHosts:
             elif each in self._renewed:
                 self._tell(f"the lease of machine {each} could not be renewed: {why}")
 
+    def _check_addresses(self, there: Sequence[Machine]) -> None:
+        """Give up the newer one of two machines with one address, by which hosts are told apart.
+
+        Raises:
+            CloudError: ``cloud up`` has started them.
+        """
+        known: dict[str, str] = {}
+        usable = [each for each in there if each.is_live and each.id not in self.given_up]
+        for each in sorted(usable, key=lambda each: (each.id not in self._renewed, each.started)):
+            if each.address and known.setdefault(each.address, each.id) != each.id:
+                why = (
+                    f"machines {known[each.address]} and {each.id} have one address, "
+                    f"{each.address}: each needs an address of its own, also if their ports differ"
+                )
+                if not self.machines.by:
+                    raise CloudError(why)
+                self._give_up(each.id, why)
+
     def _give_up(self, machine_id: str, why: str) -> None:
         if machine_id not in self.given_up:
             self.given_up[machine_id] = why
             self._reach.end_preparation(machine_id)
-            is_others = machine_id in self._there and not self._own([machine_id])
-            is_ended = "is left alone" if is_others else "is ended"
-            self._tell(f"machine {machine_id} cannot be used, and {is_ended}: {why}")
+            self._tell(f"machine {machine_id} cannot be used, and is ended: {why}")
 
-    def _own(self, ids: Iterable[str]) -> Sequence[str]:
-        """Return which of these machines the run has asked for: it ends no others."""
+    def _stop(self, ids: Iterable[str]) -> Sequence[str]:
+        """End machines but those of ``cloud up`` that are only not needed; return which."""
         tokens = self.machines.started_by(self.machines.by)
         there = [self._there[each] for each in ids if each in self._there]
-        return [each.id for each in there if each.tags.get("token") in tokens]
-
-    def _stop(self, ids: Iterable[str]) -> None:
-        if own := self._own(ids):
-            self.machines.stop(own)
+        own = {each.id for each in there if each.tags.get("token") in tokens}
+        ending = [each.id for each in there if each.id in own | self.given_up.keys()]
+        if ending:
+            self.machines.stop(ending)
+        return ending
 
     def ask(self, without: Sequence[str], named: str) -> None:
         """Use a machine of ``cloud up`` again that the run has left, or start one."""
-        left = [*(self._ending - self.given_up.keys())]
-        others = {*left} - {*self._own(left)}
-        for machine in [self._there[each] for each in sorted(others & self._there.keys())]:
-            if not self._reach.renew([machine], self.machines.lease_s)[machine.id]:
-                self._ending.discard(machine.id)
-                return
-        self.begin(1, self.machines.live())
+        if self._spare:  # as one that has just started: it is given up if it cannot be reached
+            machine_id = min(self._spare)
+            self._spare.discard(machine_id)
+            self._ending.discard(machine_id)
+            self._renewed.pop(machine_id, None)
+            self._since.pop(machine_id, None)
+        else:
+            self.begin(1, self.machines.live())
 
     def begin(self, number: int, live: Sequence[Machine]) -> None:
         """Ask for machines beside those that live.
@@ -289,7 +312,9 @@ class CloudHosts:
             self._joined[grant.grant_id] = self._there[grant.grant_id]
         self._write()
 
-    def leave_host(self, grant_id: str) -> None:
+    def leave_host(self, grant_id: str, *, is_lost: bool = False) -> None:
+        if is_lost:
+            self.given_up.setdefault(grant_id, "it is lost")
         with self._changing:
             self._joined.pop(grant_id, None)
         self._write()
@@ -302,13 +327,12 @@ class CloudHosts:
             )
 
     def stop_host(self, host: str) -> None:
-        """Have the run leave the machine of a host that is drained, for good; end an own one."""
+        """End the machine of a host that the run has left."""
         with self._changing:
             ids = [each.id for each in self._joined.values() if each.address == host]
         if ids:
             self.given_up |= dict.fromkeys(ids, "it is drained")
-            if self._own(ids):
-                self._tell(f"{host} is drained, so its machine is ended")
+            self._tell(f"{host} is drained, so its machine is ended")
             self.cancel(ids)
 
     def end(self) -> None:
@@ -350,17 +374,6 @@ class CloudHosts:
         if hosts != self._written and (hosts or self.may_be_none):
             write_hostfile(self._hostfile, hosts)
             self._written = hosts
-
-
-def _check_addresses(machines: Sequence[Machine]) -> None:
-    """Raise CloudError if two machines have one address, by which hosts are told apart."""
-    known: dict[str, str] = {}
-    for each in machines:
-        if each.is_live and each.address and known.setdefault(each.address, each.id) != each.id:
-            raise CloudError(
-                f"machines {known[each.address]} and {each.id} have one address, {each.address}: "
-                "each needs an address of its own, also if their ports differ"
-            )
 
 
 class CloudSource(HostSource):

@@ -18,7 +18,7 @@ from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.known_hosts import KeyState, forget, remember
 from hvd_elastic.hosts.route import own_known_hosts
 from hvd_elastic.hosts.ssh import connect, read_host_key
-from hvd_elastic.programs.processes import descendants, end_processes
+from hvd_elastic.programs.processes import descendants, end_processes, read_process
 
 _CONNECT_S = 5.0
 _LIMIT_S = 30.0
@@ -110,15 +110,17 @@ class Reach:
 
     @property
     def preparing(self) -> set[str]:
-        """Machines whose preparation has not been seen to end, by id."""
-        return {each for each, process in self._preparing.items() if process.returncode is None}
+        """Machines whose preparation runs, by id."""
+        return {each for each, process in [*self._preparing.items()] if process.poll() is None}
 
     def end_preparation(self, machine_id: str) -> None:
         """End the command that prepares a machine, if it runs, with all that it has started."""
         if machine_id in self.preparing:
             process = self._preparing[machine_id]
-            end_processes(lambda: descendants([process.pid]), grace_s=0.0)
-            process.kill()
+            pid = process.pid
+            end_processes(
+                lambda: filter(None, [read_process(pid), *descendants([pid])]), grace_s=0.0
+            )
             process.wait()
 
     def _prepare(self, machine: Machine) -> None:

@@ -29,7 +29,7 @@ from hvd_elastic.errors import ArgumentError, RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.leader import lead
 from hvd_elastic.leader.resuming import check_not_complete
-from hvd_elastic.leader.spec import RunSpec, check_choices, check_objective
+from hvd_elastic.leader.spec import RunSpec, check_choices, check_objective, check_patience
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
@@ -120,6 +120,7 @@ def train(
     acquire: Acquire,
     options: Mapping[str, Any] | None = None,
     files: Mapping[str, BinaryIO] | None = None,
+    began: Callable[[RunFolder], object] = lambda _: None,
 ) -> Any:
     """Run a task on the hosts of an engine; return the function's value at rank 0.
 
@@ -130,6 +131,7 @@ def train(
         address: address of this machine by which the hosts reach it.
         options: some of :data:`OPTIONS`, for an elastic run.
         files: open files that each host gets into its folder before it is used, by name.
+        began: called with the run folder of an elastic task.
 
     Raises:
         ArgumentError: an option is not known or cannot be used, or the task cannot be pickled.
@@ -176,6 +178,7 @@ def train(
             **options,
         )
         folder, resumed = _run_folder(run_id, spec)
+        began(folder)
         with having(folder.hosts) as (hosts, check):
             hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
             if hosts.slots < sizes.wanted:
@@ -205,7 +208,14 @@ def _check_values(options: Mapping[str, Any]) -> None:
         msgspec.convert({**of_spec, "command": COMMAND, "cwd": "."}, RunSpec)
         check_choices(options)
         policy = options.get("policy", RunSpec.policy)
-        check_objective(policy, given, lambda name: {"deadline": "deadline_s"}.get(name, name))
+        names = {"deadline": "deadline_s", "budget": ""}
+        check_objective(policy, given, lambda name: names.get(name, name))
+        check_patience(
+            options.get("failure_timeout_s", RunSpec.failure_timeout_s), "failure_timeout_s"
+        )
+        for name in ("spares", "checkpoint_copies"):
+            if options.get(name, 0) < 0:
+                raise UsageError(f"{name} is {options[name]}; it must be 0 or more")
     except (UsageError, msgspec.ValidationError) as error:
         raise ArgumentError(f"options of the run: {error}") from None
 
@@ -237,6 +247,10 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
                         f"{place} holds checkpoints of run {owner}: leave run_id out to continue "
                         f"that run, or give run {run_id} a checkpoint_folder of its own"
                     )
+            if folder is None and owner and name == owner:  # the driver had another home
+                check_new_place(place, owner)
+                _tell(f"run {owner} continues from its checkpoints in {place}; its folder is new")
+                return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
             check_new_place(place)
         return RunFolder.create(run_id, fields), False
     before = folder.read_run().get("checkpoint_folder")

@@ -136,7 +136,7 @@ class Pods:
     def join_host(self, grant: Grant) -> None:
         """Do nothing: a pod that has dialled in is in the run."""
 
-    def leave_host(self, grant_id: str) -> None:
+    def leave_host(self, grant_id: str, *, is_lost: bool = False) -> None:
         if grant_id not in self.going:  # else it is drained first, and released then
             self._dialled.release_host(grant_id, is_last=True)
 

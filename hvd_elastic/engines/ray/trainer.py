@@ -145,7 +145,7 @@ class ElasticTrainer:
         """
         from hvd_elastic.engines.dial_in.training import Sizes, train
         from hvd_elastic.engines.ray.placement import check_room, room_for
-        from hvd_elastic.records.run_folder import RunFolder, new_run_id
+        from hvd_elastic.records.run_folder import RunFolder
         from hvd_elastic.records.summary import summarize
 
         self._task.pack()  # what cannot be sent is told before Ray is connected to
@@ -156,23 +156,24 @@ class ElasticTrainer:
         cpus = sum(node.get("CPU", 0) for node in resources)
         spare = cpus - self._least * self._resources.get("CPU", 0)
         at_once = min(self._most, room_for(resources, self._resources))
-        run_id = self._options.get("run_id") or new_run_id()
+        folders: list[RunFolder] = []
         value = train(
             self._task,
             Sizes(self._least if self._datasets else at_once, self._least, self._most),
             own_address_towards(Host(nodes[0]["NodeManagerAddress"])),
             "ray",
             functools.partial(self._acquire, spare_cpus=spare),
-            {**self._options, "run_id": run_id},
+            self._options,
+            began=folders.append,
         )
-        folder = RunFolder.open(run_id)
+        (folder,) = folders
         events = folder.read_events()
         past = summarize(events)
         last = [event for event in events if isinstance(event, Metrics)][-1:]
         metrics = as_record(last[0]) if last else {}
         return Result(
             value,
-            run_id,
+            folder.run_id,
             folder.path,
             Path(past.kept_checkpoint.path) if past.kept_checkpoint else None,
             {name: value for name, value in metrics.items() if name not in ("t", "mono", "kind")},

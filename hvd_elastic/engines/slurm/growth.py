@@ -88,7 +88,7 @@ class SlurmOwner:
         gres = gres_of_nodes(grant.grant_id, self._call)
         self._engine.add_allocation(Allocation(grant.grant_id, (node,), gres=gres))
 
-    def leave_host(self, grant_id: str) -> None:
+    def leave_host(self, grant_id: str, *, is_lost: bool = False) -> None:
         self._engine.remove_job(grant_id)
 
     def in_use(self, grant_id: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import stat
+from collections.abc import Collection
 
 from hvd_elastic.programs.copy.renaming import SYNC_BYTES
 from hvd_elastic.programs.copy.tree import (
@@ -77,6 +78,8 @@ class Comparison:
         patterns: patterns of paths that are not removed there.
         deletes: whether entries that the source does not have are removed.
         checksum: whether contents are compared even where size and time agree.
+        passing: those of the patterns that keep nothing below a path that is to be removed.
+        trusted: paths of files that are the source's, whoever owns them.
 
     Attributes:
         tree: the tree; a single file is turned into a folder with one entry.
@@ -94,7 +97,14 @@ class Comparison:
     """
 
     def __init__(
-        self, place: bytes, tree: Tree, patterns: list[str], deletes: bool, checksum: bool
+        self,
+        place: bytes,
+        tree: Tree,
+        patterns: list[str],
+        deletes: bool,
+        checksum: bool,
+        passing: Collection[str] = (),
+        trusted: Collection[str] = (),
     ) -> None:
         root = place = os.path.realpath(place)
         if not tree.is_folder:
@@ -106,7 +116,9 @@ class Comparison:
         self.tree = tree
         self.folders = Folders(root)
         self.deletes = deletes
+        self.trusted = trusted
         self._patterns = patterns
+        self._keeping = [pattern for pattern in patterns if pattern not in passing]
         self.needed: list[int] = []
         self.doubtful: list[int] = []
         self.touched: list[int] = []
@@ -128,7 +140,11 @@ class Comparison:
             elif (
                 checksum
                 or status.st_mtime_ns != file.mtime_ns
-                or (is_foreign(status) and self.folders.others_write(file.path))
+                or (
+                    file.path not in trusted
+                    and is_foreign(status)
+                    and self.folders.others_write(file.path)
+                )
             ):
                 self.doubtful.append(index)
             elif stat.S_IMODE(status.st_mode) != file.mode:
@@ -169,17 +185,18 @@ class Comparison:
                 continue
             for name in found:
                 path = f"{folder}/{name}" if folder else name
-                if name not in names and path not in OURS:
+                known = name in names or path in OURS
+                if not known and not is_excluded(path, self._patterns):
                     self.extra += self.removable(path)
 
     def removable(self, path: str) -> list[str]:
         """Return what may be removed of an entry: all of it, or the parts of a folder that hold
         nothing that a pattern matches.
         """
-        if is_excluded(path, self._patterns):
+        if is_excluded(path, self._keeping):
             return []
         try:
-            names = list_names(self.folders.folder(path)) if self._patterns else []
+            names = list_names(self.folders.folder(path)) if self._keeping else []
         except OSError:  # no folder; or the error is reported when it is removed
             return [path]
         below = [(f"{path}/{name}", self.removable(f"{path}/{name}")) for name in names]

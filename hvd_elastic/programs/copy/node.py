@@ -231,12 +231,14 @@ class Destination(Node):
 
     Attributes:
         trusts: see :class:`Target`.
+        fetched_here: paths of the files that this host has fetched from a store for this copy.
     """
 
     trusts = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
+        self.fetched_here: set[str] = set()
         self._plan: Comparison | None = None
         self._target: Target | None = None
         self._link: Link | None = None
@@ -301,6 +303,8 @@ class Destination(Node):
             config["patterns"],
             config["deletes"],
             config["checksum"],
+            config["passing"],
+            self.fetched_here,
         )
         if config["shard"] is not None:
             plan.take_share(*config["shard"])

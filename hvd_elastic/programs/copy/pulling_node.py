@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from hvd_elastic.programs.copy.tree import (
     FETCHED,
     File,
     Folders,
-    Tree,
     check_inside,
     copied_mode,
     decode,
@@ -249,13 +249,30 @@ class Pull:
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         return index, status.st_size, status.st_mtime_ns, copied_mode(status)
 
-    def foreign(self, tree: Tree) -> str:
-        """Return the path of a file or link that another user may have put there; "": none."""
-        for path in tree.paths:
-            status = self._folders.status(path)
-            if status is not None and is_foreign(status) and self._folders.others_write(path):
-                return path
-        return ""
+    def foreign(self, patterns: list[str]) -> dict[str, tuple[int, int]]:
+        """Return inode and change time of each file and link that another user may have put there.
+
+        They are by path. A file of another user that appears in a folder below the destination
+        while the command runs is the command's: as root, tar and ``rsync -a`` keep owners.
+        """
+        found = {}
+        folders = Folders(self.place)  # of this moment: the command may replace some
+        try:
+            for path in walk(self.place, patterns)[0].paths if os.path.isdir(self.place) else ():
+                status = folders.status(path)
+                if status is not None and is_foreign(status) and folders.others_write(path):
+                    found[path] = (status.st_ino, status.st_ctime_ns)
+        finally:
+            folders.close()
+        return found
+
+    def is_open(self) -> bool:
+        """Return whether other users can put files into the destination itself."""
+        folders = Folders(self.place)
+        try:
+            return folders.others_write("any")
+        finally:
+            folders.close()
 
     def is_new(self, file: File, begun_ns: int) -> bool:
         """Return whether a file was created or changed at or after ``begun_ns``."""
@@ -359,20 +376,29 @@ class PullNode(Destination):
             self._orders.put(unpack(message["files"]))
         elif do == "forget":
             assert self._plan is not None, "it has a tree by then"
-            assert self._target is not None, "it is ready by then"
             listed = message["files"]
             numbers = self._plan.needed if listed is None else map(self._number, listed)
-            for number in numbers:
-                if self._target.lacks(number):
-                    self._target.give_up(number, message["why"])
-            if self._target.arrived:
-                self._complete(self._target)
+            self._forget(numbers, message["why"])
         elif do == "tree":
             tree = read_tree(unpack(message["tree"]))
             self._numbers = {file.path: number for number, file in enumerate(tree.files)}
             self._begin_copy(tree)
+            if self._plan is not None and self._target is not None:
+                # No other host has what this one was to bring.
+                files = tree.files
+                lost = [n for n in self._plan.needed if files[n].path in self.fetched_here]
+                self._forget(lost, "it was changed after it was fetched")
         else:
             super().obey(do, message)
+
+    def _forget(self, numbers: Iterable[int], why: str) -> None:
+        """Give up files of the tree that have not arrived."""
+        assert self._target is not None, "it is ready by then"
+        for number in numbers:
+            if self._target.lacks(number):
+                self._target.give_up(number, why)
+        if self._target.arrived:
+            self._complete(self._target)
 
     def _number(self, index: int) -> int:
         """Return the number in the tree of a listed file."""
@@ -410,20 +436,27 @@ class PullNode(Destination):
         order = indices
         if target is not None:
             indices = [index for index in indices if target.lacks(self._number(index))]
+        patterns = self.config["patterns"]
+        before = {} if pull.has_list else pull.foreign(patterns)
         begun_ns = time.time_ns() - CLOCK_NS
         done = pull.fetch(indices) if indices else Fetched([], [], "")
         if self._ending:
             return
         self._failed = self._failed or bool(done.failed)
         if not pull.has_list:
-            tree = walk(pull.place, self.config["patterns"])[0] if done.came else None
-            foreign = pull.foreign(tree) if tree else ""
-            if foreign:
+            tree = walk(pull.place, patterns)[0] if done.came else None
+            now = pull.foreign(patterns) if tree else {}
+            is_open = bool(now) and pull.is_open()
+            doubted = [path for path in now if is_open or before.get(path) == now[path]]
+            if doubted:
                 why = (
-                    f"{shown(foreign)} belongs to another user, so it may not be what the command "
-                    "fetched; remove it, or choose another destination"
+                    f"{shown(doubted[0])} belongs to another user, so it may not be what the "
+                    "command fetched; remove it, or choose another destination. So that the "
+                    "command keeps no owners, give tar --no-same-owner, rsync --no-owner"
                 )
                 done, tree = Fetched([], [ALL], why), None
+            if tree:
+                self.fetched_here.update(file.path for file in tree.files)
             sizes = (
                 [file.size for file in tree.files if pull.is_new(file, begun_ns)] if tree else []
             )
@@ -440,6 +473,7 @@ class PullNode(Destination):
         files = []
         if target is None:
             files = [pull.name(index) for index in done.came]
+            self.fetched_here.update(pull.files[index].path for index in done.came)
         else:
             self._adopt(target, pull, done.came)
         failed = set(done.failed)

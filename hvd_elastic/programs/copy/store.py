@@ -829,10 +829,11 @@ class Target(Store):
     def problem(self, index: int, number: int) -> str:
         if index in self.digests:
             return ""
-        if is_foreign(os.fstat(number)):
+        path = self.tree.files[index].path
+        if path not in self._plan.trusted and is_foreign(os.fstat(number)):
             folders = Folders(self._folders.root)  # feeders are threads: each needs its own
             try:
-                if folders.others_write(self.tree.files[index].path):
+                if folders.others_write(path):
                     return "it belongs to another user"
             finally:
                 folders.close()

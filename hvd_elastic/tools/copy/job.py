@@ -18,6 +18,7 @@ class CopySettings:
         delete: remove entries at the destination that the source does not have.
         exclude: patterns of paths that are neither sent nor removed (see
             ``node.tree.is_excluded``).
+        passing: those of ``exclude`` that keep nothing below a path that ``delete`` removes.
         checksum: compare contents even where size and modification time agree.
         plain: do not encrypt; nodes still prove to one another that they belong to this copy.
         compress: compress data where that makes the copy faster.
@@ -31,6 +32,7 @@ class CopySettings:
 
     delete: bool = False
     exclude: tuple[str, ...] = ()
+    passing: tuple[str, ...] = ()
     checksum: bool = False
     plain: bool = False
     compress: bool = True

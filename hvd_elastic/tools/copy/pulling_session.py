@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.errors import SshError, UsageError
-from hvd_elastic.programs.copy.fetch_command import placeholders
+from hvd_elastic.programs.copy.fetch_command import literal_placeholders, placeholders
 from hvd_elastic.programs.copy.frames import pack, unpack
 from hvd_elastic.programs.copy.tree import ANY, check_inside, decode, is_excluded, shown
 from hvd_elastic.tools.copy.chain import Chain, Verdict, Why
@@ -75,6 +75,11 @@ def check_pull(command: str, listed: bool) -> None:
         raise UsageError(
             "--pull: the command does not say where to: put {dst} there, as in "
             "'aws s3 sync s3://bucket/set {dst}'"
+        )
+    for name in literal_placeholders(command):
+        raise UsageError(
+            f"--pull: {{{name}}} stays as it is in a here-document whose word is quoted; leave the "
+            f"quotes after << out, or read the environment variable hvd_{name} there"
         )
     if listed and len(names & {"path", "list"}) != 1:
         raise UsageError(

@@ -142,6 +142,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             "copy": secrets.token_hex(8),
             "certificate": None if settings.plain else make_certificate(),
             "patterns": list(settings.exclude),
+            "passing": list(settings.passing),
             "deletes": settings.delete,
             "keeps": list(settings.keeps),
             "checksum": settings.checksum,

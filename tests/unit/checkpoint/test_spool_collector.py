@@ -225,6 +225,10 @@ def test_the_last_checkpoint_stays_in_the_spools_until_it_is_here(tmp_path: Path
     )
     run.end(succeeded=True)
     assert run.hosts["node1"].steps() == [(20, 1)], "the only copy"
+    lost = run.hosts.pop("node1")
+    assert run.collector.missing(20).endswith("from its hosts when all of them are up")
+    run.hosts["node1"] = lost
+    assert run.collector.missing(30) == "host node1: no checkpoint was written: /spool is full"
     run.hosts["node1"].reachable = True
     (missed,) = run.collector._known.values()
     missed.retry.at = 0.0
@@ -233,6 +237,34 @@ def test_the_last_checkpoint_stays_in_the_spools_until_it_is_here(tmp_path: Path
     assert run.collector.missing(20) == ""
     run.end(succeeded=True)
     assert run.hosts["node1"].steps() == []
+
+
+def test_a_checkpoint_that_is_still_being_fetched_is_not_lost(tmp_path: Path) -> None:
+    """Nor one that waits for its turn, when the end of the run waits no longer."""
+    run = Run(tmp_path)
+    may_go_on, node0 = threading.Event(), run.hosts["node0"]
+    receive = node0.receive
+
+    def pause(remote: str, write: Callable[[bytes | memoryview], object]) -> None:
+        assert may_go_on.wait(LIMIT_S)
+        receive(remote, write)
+
+    node0.receive = pause  # type: ignore[method-assign]
+    run.written(10, 0, 1)
+    run.written(20, 0, 1)
+    for step in (10, 20):
+        assert run.collector.missing(step) == (
+            f"the checkpoint of step {step} has not been fetched yet. It stays on its hosts, from "
+            "which --resume fetches it"
+        )
+    run.end(succeeded=True)
+    assert node0.steps() == [(20, 0), (10, 0)]
+    may_go_on.set()
+    run.settle()
+    assert run.collector.missing(20) == ""
+    run.collector.failed("node1", "no checkpoint was written: /spool is full")
+    run.collector.goes_on_from(None)
+    assert "a rank has ended" in run.collector.missing(20), "that was in another history"
 
 
 def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None:
@@ -642,6 +674,36 @@ def test_a_url_that_cannot_be_written_keeps_the_checkpoint_here(
     (said,) = run.warnings
     assert said.startswith("a checkpoint is in the run folder alone: checkpoints at memory://")
     assert said.endswith("cannot be written: no such key")
+
+
+def test_a_slow_upload_of_the_last_checkpoint_fails_no_run(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, url)
+    may_go_on = threading.Event()
+    files = run.sender._store.url._files  # type: ignore[union-attr]
+    put_file = type(files).put_file
+
+    def pause(*arguments: Any, **options: Any) -> None:
+        assert may_go_on.wait(LIMIT_S)
+        put_file(*arguments, **options)
+
+    monkeypatch.setattr(type(files), "put_file", pause)
+    run.written(10, 0, 1)
+    run.calls.get(timeout=LIMIT_S)()
+    assert run.collector.busy
+    assert run.collector.missing(10) == ""
+    assert (run.collector.newest_step, run.collector.resume_step) == (10, 10)
+    run.end(succeeded=True)
+    (said,) = run.warnings
+    assert said == (
+        f"{url} lacks the checkpoint of step 10, whose upload has not ended; it is in {run.folder}"
+    )
+    may_go_on.set()
+    run.settle()
+    run.end(succeeded=True)
+    assert run.warnings == [said]
+    assert [host.steps() for host in run.hosts.values()] == [[], [], []]
 
 
 @pytest.mark.usefixtures("at_once")

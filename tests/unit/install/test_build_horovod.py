@@ -756,6 +756,17 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_variables(
     assert f"{why} XDG_CACHE_HOME" in capsys.readouterr().err
 
 
+def test_what_another_folder_does_not_help_against_is_told_as_it_is(workshop, monkeypatch, capsys):
+    error = OSError(errno.ENOENT, os.strerror(errno.ENOENT), "patch")
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(build_horovod, "build_wheel", fail)
+    assert command() == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
 def test_no_compilers_is_wrong_usage(capsys):
     assert command("--jobs", "0") == 2
     assert "--jobs takes a whole number of 1 or more, not '0'" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,26 @@ def test_a_training_without_the_checkpoint_of_its_end_has_failed_and_can_be_resu
         assert fetching.with_missing(cmd.Finish(status, "why")) == cmd.Finish(status, "why")
     fetching.checkpoints.newest_step = 20
     assert fetching.with_missing(DONE) == DONE
+
+
+def test_spools_are_emptied_by_the_status_that_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training has succeeded, and a file of it is missing, so the run has failed."""
+    leader, told = run.leader, list[bool]()
+    leader._run.hostfile.changed = lambda now: False  # type: ignore[method-assign]
+    leader._run.hostfile.read = lambda: None  # type: ignore[method-assign]
+    monkeypatch.setattr(leader, "_hosts_changed", lambda: leader._executor.execute(DONE))
+    monkeypatch.setattr(leader._stopping, "signals", nullcontext)
+    monkeypatch.setattr(leader._run.agents, "end_agents", list)
+    monkeypatch.setattr(
+        leader._fetching, "empty_spools", lambda *, succeeded: told.append(succeeded)
+    )
+    run.agent.why_not = "no such file"
+    run.agent.gate.set()
+    monkeypatch.setattr(spool_collector, "_LAST_TRIES_S", 0.0)
+    assert leader.run().status == "failed"
+    assert told == [False]
 
 
 def test_a_host_that_leaves_keeps_its_agent_until_its_file_has_arrived(run: Run) -> None:

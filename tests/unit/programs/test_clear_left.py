@@ -15,11 +15,15 @@ import pytest
 from hvd_elastic.agent.worker import make_scratch
 from hvd_elastic.programs import clear_left
 from hvd_elastic.programs.clear_left import clear, find, remove, size_of
+from tests import other_user
 
 
 @pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Home and temporary folder, on a file system that says who has a file open."""
+    tmp_path_factory.getbasetemp()  # not in this temporary folder
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hvd-test-") as folder:
         monkeypatch.setenv("HOME", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -85,6 +89,17 @@ def test_the_folder_of_an_agent_is_found_in_the_callers_temporary_folder(
     (told,) = clear("no-such-run", "node1", str(tmp_path), dry_run=False)
     assert told["path"] == str(folder)
     assert not folder.exists()
+
+
+@other_user.needs_root
+def test_a_temporary_folder_that_is_closed_to_this_user_has_nothing_of_his(home: Path) -> None:
+    (home / "closed" / "temporary").mkdir(parents=True)
+    (home / "closed").chmod(0o700)
+
+    def search() -> None:
+        assert find("no-such-run", "node1", str(home / "closed" / "temporary")) == []
+
+    other_user.call(search)
 
 
 def test_no_agent_loses_its_folder_to_a_call_at_the_same_time(

@@ -641,7 +641,7 @@ def test_files_of_another_user_are_compared_and_not_trusted(
     assert plan.needed == [1]
     pull = Pull(os.fsencode(place), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
     assert pull.find_listed() == [], "there is nothing to compare it with"
-    assert pull.foreign(source) == "a"
+    assert list(pull.foreign([])) == ["a", "below/b"]
 
 
 @other_user.needs_root
@@ -664,7 +664,63 @@ def test_a_file_that_another_user_replaces_in_an_open_folder_below_is_compared(
     other_user.call(plant)
     plan = Comparison(os.fsencode(place), tree, [], deletes=False, checksum=False)
     assert plan.doubtful == [0]
-    assert Pull(os.fsencode(place), "x {dst}", None, "c", 1, 0).foreign(tree) == "below/deep/b"
+    pull = Pull(os.fsencode(place), "x {dst}", None, "c", 1, 0)
+    assert list(pull.foreign([])) == ["below/deep/b"]
+    node, said = pulling(open_folder / "there", ": {dst}", None)
+    node._fetch([0])
+    assert "below/deep/b belongs to another user" in said[0]["why"]
+    assert "--no-same-owner" in said[0]["why"]
+
+
+def pulling(
+    place: Path, command: str, files: list[Listed] | None
+) -> tuple[pulling_node.PullNode, list[dict[str, Any]]]:
+    """Return a node that can fetch, and the list of what it says."""
+    config: dict[str, Any] = dict.fromkeys(("deletes", "checksum", "dry_run"), False)
+    config |= {"patterns": [], "passing": [], "keeps": [False] * 3, "shard": None, "copy": "copy"}
+    umask = os.umask(0o22)
+    node = pulling_node.PullNode({**config, "place": str(place)})
+    os.umask(umask)
+    node._pull = Pull(os.fsencode(place), command, files, "copy", 1, 0o22)
+    said: list[dict[str, Any]] = []
+    node.say = lambda say, **told: said.append({"say": say, **told})  # type: ignore[method-assign]
+    return node, said
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_a_command_fetches_with_its_owner_is_what_others_get(
+    tmp_path: Path, listed: bool, changed: bool
+) -> None:
+    """As root, tar keeps owners; nobody else has the file, so it must not be waited for."""
+    place = tmp_path / "there"
+    path = place / "below" / "b"
+    command = f"chown {other_user.UID} {place}/below; : > {{dst}}/below/b; "
+    command += f"chown {other_user.UID} {{dst}}/below/b; # "
+    if listed:
+        path.parent.mkdir(parents=True)
+    else:
+        command = f"mkdir {place}/below; {command}"
+    files = [Listed("below/b", None)] if listed else None
+    node, said = pulling(place, command + "{path}" * listed, files)
+    node._fetch([0])
+    (answer,) = said
+    assert answer["why"] == ""
+    status = path.stat()
+    assert status.st_uid == other_user.UID
+    found = [("below/b", status.st_size, status.st_mtime_ns, 0o644)]
+    tree = answer["tree"] or wire.pack([True, found, [["", ANY, ANY]], [], [], [], []])
+    if changed:
+        path.write_bytes(b"changed")
+    node.obey("tree", {"tree": tree})
+    complete = said[-1]
+    assert complete["say"] == "complete"
+    assert [name for name, _ in complete["gone"]] == ["below/b"] * changed
+    if not changed:
+        assert node._target is not None
+        with path.open() as file:
+            assert node._target.problem(0, file.fileno()) == ""
 
 
 @other_user.needs_root

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvd_elastic.hosts.remote_python import PROGRAMS, program_text
 from tests import other_user
+from tests.paths import LIMIT_S
 
 
 def test_it_is_like_a_process_of_the_run(tmp_path: Path) -> None:
@@ -37,6 +38,8 @@ def entered(folder: Path, first: int | None) -> str:
             input="echo $WHO in $PWD${HVD_ELASTIC_RUN_ID}\n",
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # an interactive shell waits for the terminal to be its own
+            timeout=LIMIT_S,
         )
     finally:
         for process in started:

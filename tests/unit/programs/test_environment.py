@@ -240,6 +240,18 @@ def test_of_a_folder_of_runs_only_what_is_ours_is_removed(folders: Path) -> None
     assert not runs.exists()
 
 
+def test_a_process_in_what_is_not_ours_does_not_keep_a_folder_of_runs(folders: Path) -> None:
+    runs = folders / "runs"
+    for part in ("runs/digits-1", "imagenet"):
+        (runs / part).mkdir(parents=True)
+    stays = []
+    for part in ("imagenet", "runs/digits-1"):
+        with subprocess.Popen(["sleep", "600"], cwd=runs / part) as process:
+            stays.append(left("")[0]["stays"])
+            process.kill()
+    assert stays == ["", "a process has it in use"]
+
+
 def test_a_link_in_place_of_the_runs_is_removed_and_not_what_it_leads_to(
     tmp_path: Path, folders: Path
 ) -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.programs.dial_back import FOLDER_VARIABLE
+from hvd_elastic.programs.kill_run import SPOOL, VARIABLE
 from hvd_elastic.tools.kill import Target, kill_run
 from tests import other_user
 from tests.paths import ROOT
 
 LEFT = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from hvd_elastic.programs.kill_run import find
 
 def orphan(port):
@@ -31,20 +33,47 @@ names = {orphan("1"): "of a live job", orphan("2"): "of a dead job"}
 worker = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "1"}
 with subprocess.Popen(["sleep", "600"], env=worker) as held:
     names[held.pid] = "held"
-    print(json.dumps([names[process.pid] for process in find(None, strays=True)]))
+    names[orphan("3")] = "of a job before"
+    time.sleep(0.05)  # a start is known to 10 ms
+    again = "import os, subprocess; subprocess.run(['cat'], env={**os.environ, **%r})"
+    again %= {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "3"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", again], **pipes) as launcher:
+        launcher.stdin.write(b"x\\n")
+        launcher.stdin.flush()
+        launcher.stdout.readline()
+        print(json.dumps(sorted(names[process.pid] for process in find(None, strays=True))))
     held.kill()
 """
+STRAYS = ["of a dead job", "of a job before"]
+
+
+def makes_containers() -> bool:
+    """Return whether this user may start processes with ids of their own."""
+    try:
+        words = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+        return subprocess.run(words, capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 @other_user.needs_root
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not installed")
-@pytest.mark.parametrize(("first", "strays"), [("init", ["of a dead job"]), ("torchrun", [])])
+@pytest.mark.skipif(not makes_containers(), reason="`unshare --pid --mount-proc` does not work")
+@pytest.mark.parametrize(
+    ("first", "strays"), [("init", STRAYS), ("supervisord", STRAYS), ("torchrun", [])]
+)
 def test_a_worker_of_a_live_job_is_no_stray(tmp_path: Path, first: str, strays: list[str]) -> None:
     """In a container, whose first process gets the orphans, and may be the launcher."""
     program = shlex.join([sys.executable, "-c", LEFT])
-    (tmp_path / first).write_text(f"#!/bin/sh\n{program}\n:\n")
+    if first == "supervisord":
+        script = f"import os\nos.system({program!r})\n"
+        command = [sys.executable, str(tmp_path / first)]
+    else:
+        script = f"#!/bin/sh\n{program}\n:\n"
+        command = [str(tmp_path / first)]
+    (tmp_path / first).write_text(script)
     (tmp_path / first).chmod(0o700)
-    container = ["unshare", "--pid", "--fork", "--mount-proc", str(tmp_path / first)]
+    container = ["unshare", "--pid", "--fork", "--mount-proc", *command]
     done = subprocess.run(container, stdout=subprocess.PIPE, cwd=ROOT)
     assert json.loads(done.stdout) == strays
 
@@ -55,6 +84,9 @@ def test_a_run_of_the_same_name_in_another_home_is_left_alone_and_named(
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "ours"))
     run = f"run-{uuid.uuid4().hex[:8]}"
     processes = {}
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "disk" / "deep").mkdir(parents=True)
+    (tmp_path / "ours" / "spool").symlink_to(tmp_path / "disk" / "deep")
     for home in ("ours", "theirs"):
         spool = tmp_path / home / "spool" / run / "localhost"
         marks = {"HVD_ELASTIC_RUN_ID": run, "HVD_ELASTIC_SPOOL": str(spool)}
@@ -67,6 +99,27 @@ def test_a_run_of_the_same_name_in_another_home_is_left_alone_and_named(
         assert str(tmp_path / "theirs") in line
         assert processes["theirs"].poll() is None
     finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+        end(processes.values())
+
+
+def test_a_process_of_a_run_on_ray_or_spark_is_of_the_callers_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of runs of such a host is made for the run, and is no other home."""
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "ours"))
+    run = f"run-{uuid.uuid4().hex[:8]}"
+    folder = tmp_path / "hvd_elastic-host-1"
+    marks = {VARIABLE: run, SPOOL: str(folder / "spool" / run / "a"), FOLDER_VARIABLE: str(folder)}
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, **marks})
+    try:
+        (result,) = kill_run([Host("localhost")], Target(run))
+        assert [each.pid for each in result.answer.processes] == [process.pid]
+        assert list(result.answer.others) == []
+    finally:
+        end([process])
+
+
+def end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import sysconfig
@@ -11,8 +12,19 @@ from typing import Any
 import pytest
 
 from hvd_elastic.errors import UsageError
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.programs.copy.comparison import Comparison
+from hvd_elastic.programs.copy.tree import walk
 from hvd_elastic.tools import installing
-from hvd_elastic.tools.installing import Environment, own_environment, why_kept, why_not
+from hvd_elastic.tools.copy.job import CopySettings
+from hvd_elastic.tools.installing import (
+    Environment,
+    Installation,
+    own_environment,
+    why_kept,
+    why_not,
+)
 
 HERE = platform.python_version()
 MINOR = ".".join(HERE.split(".")[:2])
@@ -96,3 +108,32 @@ def test_the_python_that_made_an_environment_is_outside_of_it(
     (tmp_path / "condabin").mkdir()
     with pytest.raises(UsageError, match="conda's base environment"):
         own_environment()
+
+
+def test_a_removed_package_goes_with_what_python_has_compiled_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with nothing else is still imported, as a namespace package."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for name in ("here/kept/a.py", "here/single", "there/kept/__pycache__/a.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("tensorflow", "single"):
+        (there / name / "core" / "__pycache__").mkdir(parents=True)
+        (there / name / "core" / "__pycache__" / "x.pyc").touch()
+    extra: list[str] = []
+
+    def compare(
+        hosts: object, source: str, place: str, options: object, settings: CopySettings, *_: object
+    ) -> list[Any]:
+        patterns = list(settings.exclude)
+        tree, _skipped = walk(os.fsencode(source), patterns)
+        target = os.fsencode(place)
+        plan = Comparison(target, tree, patterns, settings.delete, False, settings.passing)
+        extra.extend(plan.extra)
+        return []
+
+    monkeypatch.setattr(installing, "copy_to_hosts", compare)
+    environment = Environment(str(here), None, None, Path("lib"))
+    Installation([Host("a")], environment, SshOptions())._copy([Host("a")], str(there))
+    assert extra == ["tensorflow"]

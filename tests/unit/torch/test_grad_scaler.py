@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.policy import batch, sampling
 from hvd_elastic.torch.frontend import TorchFrontend
@@ -233,6 +233,24 @@ def test_each_of_several_scalers_is_part_of_the_state_once(alone: Context) -> No
     objects = hvd.State(discriminator=made[2]).content().values["objects"]
     assert sorted(each["scale"] for each in objects.values()) == [2.0, 4.0, 8.0]
     assert objects["discriminator"]["scale"] == 8.0
+
+
+def test_checkpoints_of_releases_that_stored_one_scaler_are_resumed(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", told.append)
+    first, second = hvd.GradScaler(init_scale=2.0), hvd.GradScaler(init_scale=4.0)
+    state = hvd.State(scaler=first)
+    assert sorted(state.named_objects()) == ["_grad_scaler1", "scaler"]
+    values = {**first.state_dict(), "scale": 64.0}
+    rest = {**state._values(), "progress": alone.worker.progress.as_state()}
+    state.load({**rest, "objects": {"scaler": values, "_grad_scaler": values}}, "c.json")
+    assert (first.get_scale(), second.get_scale()) == (64.0, 4.0)
+    (said,) = told
+    assert said.startswith("checkpoint c.json has no state of a gradient scaler (_grad_scaler1)")
+    with pytest.raises(CheckpointError, match="Resume with the script that wrote it"):
+        state.load({**rest, "objects": {"_grad_scaler1": values}}, "c.json")
 
 
 def test_a_scaler_that_is_made_while_training_runs_is_refused(alone: Context) -> None:

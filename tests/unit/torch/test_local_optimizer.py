@@ -115,6 +115,27 @@ def test_a_step_over_two_epochs_follows_the_order_of_each(alone: Context, local:
     assert torch.equal(torch.cat(seen), torch.cat([data.tensors[0][each] for each in read]))
 
 
+def test_the_order_of_an_epoch_that_does_not_exist_is_not_asked_for(alone: Context) -> None:
+    """The last step of several batches is left open at the end of training."""
+    model, data = made()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model)
+    table = [[*range(EXAMPLES)], [*reversed(range(EXAMPLES))]]
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(data, BATCH, order=table.__getitem__)
+
+    @hvd.run
+    def train(_: Any) -> None:
+        batches = itertools.chain.from_iterable(loader for _ in hvd.epochs(len(table)))
+        for number, batch in enumerate(batches, 1):
+            with nullcontext() if number % 4 == 0 else optimizer.no_sync():  # type: ignore[attr-defined]
+                loss_of(model, batch).backward()
+            if number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert alone.worker.progress.step == 2
+
+
 def reference(steps: int, every: int, inner: Make, outer: Make | None) -> torch.nn.Module:
     """The algorithm as the papers have it, at one rank."""
     model, data = made()
@@ -513,6 +534,12 @@ def broken_body(problem: str) -> Callable[[Any, Any], None]:
 def test_what_a_loop_body_must_not_do(alone: Context, problem: str, words: str) -> None:
     with pytest.raises(ScriptError, match=words):
         trained(10, broken_body(problem), every=3)
+
+
+def test_a_step_after_the_end_of_a_period_is_refused(alone: Context) -> None:
+    with pytest.raises(ScriptError, match="whose period has ended by an earlier") as caught:
+        trained(10, lambda _, optimizer: optimizer.step(), every=1)
+    assert "commit" not in str(caught.value), "it ends no period"
 
 
 def test_a_loop_that_is_left_within_a_period_is_refused(alone: Context) -> None:

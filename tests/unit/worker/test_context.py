@@ -154,6 +154,38 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
     assert (result.steps, result.voided_steps) == (9, 0)
 
 
+@pytest.mark.parametrize("way", ["next", "break", "whole"])
+def test_a_commit_without_our_optimizer_counts_a_step_whose_loop_is_left(
+    alone: Context, way: str
+) -> None:
+    """Else the script would read the same batch for ever; in a whole loop the body's end counts."""
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.arange(8)), 2)
+    seen: list[Any] = []
+    at: list[int] = []
+
+    def train_on(state: Any, batch: Any) -> None:
+        seen.append(batch[0].tolist())
+        state.commit()
+        state.commit(loss=1.0)
+        at.append(alone.worker.progress.step)
+
+    @hvd.run
+    def steps(state: Any) -> None:
+        while way == "next" and len(seen) < 3:
+            train_on(state, next(iter(loader)))
+        while way == "break" and len(seen) < 3:
+            for batch in loader:
+                train_on(state, batch)
+                break
+        for batch in loader:
+            train_on(state, batch)
+
+    steps(hvd.State())
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert at == ([1, 2, 3, 3] if way == "next" else [0, 1, 2, 3])
+    assert (alone.worker.progress.step, alone.worker.progress.examples) == (4, 8)
+
+
 def test_a_run_of_horovods_elastic_launcher_ends_with_a_checkpoint_and_its_metrics(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,13 @@ from hvd_elastic.engines.cloud import engine, reach
 from hvd_elastic.engines.cloud.cluster import _leave
 from hvd_elastic.engines.cloud.engine import CloudHosts
 from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
+from hvd_elastic.engines.growth import Grant, Growth, Limits
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import Result
+from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.programs.processes import read_process
+from hvd_elastic.run_events import HostLost
 from tests.unit.engines.cloud.test_machines import POOLS, SPOT, Cloud
 from tests.unit.engines.cloud.test_spot_machines import hosts_of
 from tests.waiting import until
@@ -140,59 +143,104 @@ def test_only_a_machine_that_answers_is_unfit(
     assert hosts._reach.unfit == unfit
 
 
-def test_a_run_leaves_machines_of_cloud_up_and_ends_only_its_own(
-    hosts, leases, cloud, said
-) -> None:
+@pytest.fixture
+def of_cloud_up(hosts, cloud, leases) -> list[Grant]:
+    """Two machines of ``cloud up`` that a run uses."""
     hosts.machines.by = ""  # as cloud up
     hosts.begin(2, ())
     hosts.machines.by = "run r1"
-    hosts.begin(1, hosts.machines.live())
-    grants = {each.grant_id: each for each in hosts.list()}
-    for grant in grants.values():
+    grants = hosts.list()
+    for grant in grants:
         hosts.join_host(grant)
+    return grants
+
+
+def test_a_machine_of_cloud_up_that_is_not_needed_stays_and_is_used_again(
+    hosts, cloud, of_cloud_up
+) -> None:
+    hosts.begin(1, hosts.machines.live())
+    hosts.list()
     hosts.cancel(["m0", "m2"])
-    hosts.stop_host(grants["m1"].host)
     assert cloud.live == {"m0", "m1"}
-    assert hosts.list() == []
     orders = len(cloud.orders)
+    hosts.ask((), "")  # growth still has m0 in mind as one that goes
+    assert len(cloud.orders) == orders + 1
+    assert [each.grant_id for each in hosts.list()] == ["m1", "m3"]
     hosts.ask((), "")
-    assert [each.grant_id for each in hosts.list()] == ["m0"]  # m1 was drained
-    assert len(cloud.orders) == orders
-    leases.bad = {"m0": 100}
-    hosts.cancel(["m0"])
-    hosts.ask((), "")
+    assert {each.grant_id: each.runs for each in hosts.list()}["m0"]
     assert len(cloud.orders) == orders + 1
     hosts.end()
     assert cloud.live == {"m0", "m1"}
 
 
-def test_a_machine_of_cloud_up_that_cannot_be_used_is_left_alone(
-    hosts, leases, cloud, said
+def test_a_spare_machine_of_cloud_up_that_cannot_be_reached_any_more_is_ended(
+    hosts, leases, cloud, of_cloud_up, said
 ) -> None:
-    hosts.machines.by = ""
-    hosts.begin(1, ())
-    hosts.machines.by = "run r1"
+    hosts.cancel(["m0"])
+    hosts.list()
     leases.bad = {"m0": 1000}
     hosts._start_limit_s = 0.0
-    for _ in range(2):
-        assert hosts.list() == []
-    assert cloud.live == {"m0"}
-    assert said[-1].startswith("machine m0 cannot be used, and is left alone: host 10.0.1.0: no")
+    hosts.ask((), "")
+    assert [each.grant_id for each in hosts.list()] == ["m1"]
+    assert cloud.live == {"m1"}
+    assert said[-1].startswith("machine m0 cannot be used, and is ended: host 10.0.1.0: no")
 
 
+def test_a_machine_of_cloud_up_that_is_drained_is_ended(hosts, cloud, of_cloud_up, said) -> None:
+    hosts.stop_host("10.0.1.0")
+    assert cloud.live == {"m1"}
+    assert said[-1] == "10.0.1.0 is drained, so its machine is ended"
+
+
+def test_a_machine_of_cloud_up_that_is_lost_is_ended_and_replaced_and_a_surplus_one_stays(
+    hosts, cloud, of_cloud_up, said
+) -> None:
+    spec = RunSpec((), "/", np=2)
+    growth = Growth(hosts, Limits(4, 1, 0.0, 60.0), spec, said.append)
+    growth.look_at_grants(0.0)
+    growth.read_event(HostLost("10.0.1.0", "no heartbeat", 5.0), 0.0)
+    growth.look_at_grants(61.0)
+    for now in (66.0, 71.0):
+        growth.look_at_grants(now)
+    assert cloud.live == {"m1", "m2"}
+    hosts.machines.by = "run r2"  # so that m2 is another's too
+    growth.run.scaled_to = 1
+    del said[:]
+    for now in (76.0, 81.0, 86.0):
+        growth.look_at_grants(now)
+    assert said == ["the run leaves 10.0.1.2: it is given back (machine m2)"]
+    growth.run.scaled_to = 2
+    for now in (91.0, 96.0):
+        growth.look_at_grants(now)
+    assert said[1:] == [
+        "1 further machine asked for",
+        "10.0.1.2 joins: machine m2 has started",
+    ]
+    assert cloud.live == {"m1", "m2"}
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
 def test_a_machine_is_waited_for_as_long_as_its_preparation_takes(
-    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
     answer(monkeypatch, 0)
     done = tmp_path / "done"
     command = f"while [ ! -e {done} ]; do sleep 0.05; done"
     hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
-    hosts._start_limit_s = 0.0
     hosts.begin(1, ())
     for _ in range(2):
         assert [each.runs for each in hosts.list()] == [False]
+        hosts._since["m0"] -= 3600.0
+    answer(monkeypatch, -1)  # it reboots
     done.touch()
-    until(lambda: hosts.list()[0].runs)
+    until(lambda: not hosts._reach.preparing)
+    assert [each.runs for each in hosts.list()] == [False]
+    if comes_back:
+        answer(monkeypatch, 0)
+        until(lambda: hosts.list()[0].runs)
+    else:
+        hosts._prepared["m0"] -= 3600.0
+        assert hosts.list() == []
 
 
 def test_the_id_of_a_machine_may_have_slashes(hosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +250,24 @@ def test_the_id_of_a_machine_may_have_slashes(hosts, monkeypatch: pytest.MonkeyP
     until(lambda: hosts._reach.renew([machine], 60.0) == {"zone/m0": ""})
 
 
-def test_two_machines_with_one_address_are_refused_in_words(hosts, leases, cloud) -> None:
+def test_of_two_machines_with_one_address_the_newer_is_given_up(hosts, leases, cloud, said) -> None:
+    hosts.begin(1, ())
+    hosts.list()
+    hosts.begin(2, hosts.machines.live())
+    known = hosts._there["m0"]
+    cloud.machines["m1"] = replace(cloud.machines["m1"], address=known.address, port=2222)
+    cloud.machines = dict(sorted(cloud.machines.items(), reverse=True))
+    assert {each.grant_id for each in hosts.list()} == {"m0", "m2"}
+    assert cloud.live == {"m0", "m2"}
+    assert "m1 cannot be used, and is ended: machines m0 and m1 have one address, 10" in said[-1]
+
+
+def test_cloud_up_refuses_two_machines_with_one_address(hosts, leases, cloud) -> None:
+    hosts.machines.by = ""
     hosts.begin(2, ())
     cloud.machines["m1"] = replace(cloud.machines["m1"], address="10.0.1.0", port=2222)
     with pytest.raises(CloudError, match=r"m0 and m1 have one address, 10\.0\.1\.0"):
         hosts.list()
-    cloud.stop(["m0"])
-    assert [each.grant_id for each in hosts.list()] == ["m1"]
 
 
 def test_a_machine_is_prepared_once_with_the_ssh_configuration_of_its_cloud(
@@ -235,7 +294,7 @@ def test_the_preparation_of_a_machine_that_has_ended_is_ended(
 ) -> None:
     answer(monkeypatch, 0)
     child = tmp_path / "child"
-    command = f"sleep 3600 & echo $! > {child}; wait; sleep 3600"
+    command = f"sleep 3600 & echo $! > {child}; wait; touch {tmp_path}/later; sleep 3600"
     hosts._reach._definition = replace(hosts._reach._definition, prepare=command)
     hosts.begin(1, ())
     hosts.list()
@@ -244,6 +303,7 @@ def test_the_preparation_of_a_machine_that_has_ended_is_ended(
     assert hosts.list() == []
     until(lambda: read_process(int(child.read_text())) is None)
     assert hosts._reach._preparing["m0"].returncode
+    assert not (tmp_path / "later").exists()
 
 
 @pytest.mark.parametrize("fault", ["cloud", "disk"])

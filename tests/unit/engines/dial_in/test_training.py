@@ -25,7 +25,7 @@ from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.dial_in.task import TASK_FILE, Task
 from hvd_elastic.engines.dial_in.training import Sizes, on_this_machine, train
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import CheckpointError, RunError, UsageError
 from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.transfer import send_file
 from hvd_elastic.programs.processes import read_process
@@ -405,6 +405,28 @@ def train_and_fail_once(failed: str, checkpoints: str) -> int:
 
 
 @pytest.mark.parametrize("named", [True, False])
+def test_a_program_without_its_old_home_continues_from_its_checkpoint_folder(
+    tmp_path: Path, monkeypatch, named: bool
+) -> None:
+    pytest.importorskip("horovod.torch")
+    place = tmp_path / "checkpoints"
+    options = {"checkpoint_every_s": 0.2, "checkpoint_folder": str(place), "run_id": "again"}
+    args = (str(tmp_path / "failed"), str(place))
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    with pytest.raises(RunError, match="no such loss"):
+        run(train_and_fail_once, *args, sizes=Sizes(1), options=options)
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "another"))
+    with pytest.raises(CheckpointError, match="holds a checkpoint of run again"):
+        run(len, "", sizes=Sizes(1), options={**options, "run_id": "other"})
+    if not named:
+        del options["run_id"]
+    assert run(train_and_fail_once, *args, sizes=Sizes(1), options=options) == 1
+    (folder,) = list_runs()
+    assert folder.run_id == "again"
+    assert any(isinstance(event, Restored) for event in folder.iter_events())
+
+
+@pytest.mark.parametrize("named", [True, False])
 def test_a_program_that_starts_again_continues_from_its_checkpoint(
     tmp_path: Path, monkeypatch, named: bool
 ) -> None:
@@ -517,6 +539,10 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
         ({"policy": "goodput", "objective": "gain"}, "objective 'gain' is not known; valid"),
         ({"objective": "efficiency"}, "objective is of use with policy goodput only"),
         ({"policy": "goodput", "deadline_s": 60.0}, "deadline_s belongs to objective cost"),
+        ({"policy": "goodput", "objective": "cost"}, "objective cost needs a deadline_s$"),
+        ({"spares": -1}, "spares is -1; it must be 0 or more"),
+        ({"checkpoint_copies": -1}, "checkpoint_copies is -1; it must be 0 or more"),
+        ({"failure_timeout_s": 0.1}, r"failure_timeout_s 0\.1 is below two heartbeats"),
         ({"checkpoint_every_s": "often"}, r"Expected `float`, got `str` - at .*every_s"),
         ({"policy": "goodput", "min_speedup_per_slot": "1"}, r"Expected `float`, got `str`"),
     ],

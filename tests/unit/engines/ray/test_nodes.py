@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,10 +121,11 @@ def sleeping(mark: str | None) -> subprocess.Popen[bytes]:
 
 
 def test_end_ends_the_processes_of_one_cluster_with_their_children(tmp_path: Path) -> None:
-    ours, other, unmarked = sleeping("one"), sleeping("two"), sleeping(None)
+    mark = uuid.uuid4().hex  # other suites may run on this machine
+    ours, other, unmarked = sleeping(mark), sleeping(f"not {mark}"), sleeping(None)
     try:
         child = descendants([ours.pid])[0]
-        request: dict[str, Any] = {"cluster": "one", "folder": str(tmp_path / "one")}
+        request: dict[str, Any] = {"cluster": mark, "folder": str(tmp_path / "one")}
         (tmp_path / "one").mkdir()
         assert ray_node.describe_node({**request, "is_head": True})["state"] == "broken"
         ended = ray_node.end_cluster(request)
@@ -156,8 +158,8 @@ def test_a_start_that_is_slow_leaves_nothing_and_one_that_is_interrupted_its_not
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="9.9"))
     monkeypatch.setattr(subprocess, "run", start)
     folder = tmp_path / "node"
-    request: dict[str, Any] = {"cluster": "one", "folder": str(folder), "token": "", "head": None}
-    request |= {"port": 0, "address": "127.0.0.1", "options": [], "env": {}}
+    request: dict[str, Any] = {"cluster": uuid.uuid4().hex, "folder": str(folder), "token": ""}
+    request |= {"head": None, "port": 0, "address": "127.0.0.1", "options": [], "env": {}}
     if isinstance(end, Interrupted):
         with pytest.raises(Interrupted):
             ray_node.start_node(request)

@@ -71,7 +71,8 @@ def test_files_of_other_shares_are_not_told_as_up_to_date(
     for name in "abc":
         (source / name).touch()
     shutil.copytree(source, place, ignore=shutil.ignore_patterns("b", "c"))
-    config = {"place": str(place), "patterns": [], "deletes": False, "checksum": False}
+    config = {"place": str(place), "patterns": [], "passing": [], "deletes": False}
+    config["checksum"] = False
     node = Destination({**config, "shard": [0, 2], "dry_run": True})
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(node, "say", lambda say, **fields: said.append({"say": say, **fields}))

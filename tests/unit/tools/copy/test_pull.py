@@ -101,6 +101,8 @@ def test_lists_that_are_refused(data: bytes, message: str) -> None:
         ("rclone copy far:set {dst}", True, "{path} .* or {list}"),
         ("cp {path} {list} {dst}", True, "not both"),
         ("cp /far/{path} {dst}", False, "for {path} say which files"),
+        ("cat <<'E' >{dst}/a\n{path}\nE\n", True, "{path} stays as it is in a here-document"),
+        ("cat <<-\\E; ls {dst}\n{path}\n\tE", True, "variable hvd_path there"),
     ],
 )
 def test_commands_that_are_refused(command: str, listed: bool, message: str) -> None:
@@ -150,3 +152,26 @@ def test_the_shell_gets_a_value_as_it_is_wherever_it_stands(
     environment = {**os.environ, **variables(values)}
     done = subprocess.run(["sh", "-c", fill(command, values)], env=environment, capture_output=True)
     assert done.stdout.decode() == before + value
+
+
+@pytest.mark.parametrize("value", ["plain", "it's $1", 'a"b`c`\\d $(x)', "two  words"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat <<E\n{path}\nE\n",
+        "cat <<-E\n\t{path}\n\tE",
+        "cat <<E\n$(printf %s {path})\nE",
+        "cat <<A >/dev/null; cat <<B\nit's \"{path}\nA\n{path}\nB\n",
+        "cat <<E >/dev/null\nit's {path}\nE\nprintf '%s\\n' {path}",
+        "cat <<'E' >/dev/null\nit's\nE\nprintf '%s\\n' {path}",
+        "true $((1<<2))\nprintf '%s\\n' {path}",
+        "printf '%s\\n' \"$(cat <<E\n{path}\nE\n)\"",
+    ],
+)
+def test_the_shell_gets_a_value_as_it_is_in_and_after_a_here_document(
+    command: str, value: str
+) -> None:
+    values = {"path": value}
+    environment = {**os.environ, **variables(values)}
+    done = subprocess.run(["sh", "-c", fill(command, values)], env=environment, capture_output=True)
+    assert done.stdout.decode() == f"{value}\n"
