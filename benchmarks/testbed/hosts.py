@@ -18,8 +18,8 @@ import psutil
 
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.signals import uninterrupted
 from hvd_elastic.virtual import VirtualCluster
-from hvd_elastic.virtual.cluster import uninterrupted
 
 DIGITS = Path(__file__).resolve().parents[2] / "scripts/examples/digits.py"
 

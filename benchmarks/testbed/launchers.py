@@ -31,7 +31,7 @@ from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.marks import Lane, MarkFolder, Process
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import Record, read_records
-from hvd_elastic.virtual.cluster import uninterrupted
+from hvd_elastic.signals import uninterrupted
 
 Found = TypeVar("Found")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.input.rate import RESULT_VARIABLE, SECONDS_VARIABLE, InputRate
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import ReadEvent, RescaleFinished, RunFinished
+from hvd_elastic.signals import ended_by_signals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,27 +28,6 @@ PATIENCE_S = 600.0
 _POLL_S = 0.1
 Say = Callable[[str], None]
 _Found = TypeVar("_Found")
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit meanwhile, so that what was started is ended too.
-
-    A signal that is ignored, as by nohup, or handled already stays so.
-    """
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    changed = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
-    for number in changed:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
 
 
 class BackgroundRun:

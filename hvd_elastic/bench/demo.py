@@ -24,7 +24,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hvd_elastic.bench.background_run import ended_by_signals
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
@@ -35,6 +34,7 @@ from hvd_elastic.records.audit import AuditResult
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.run_events import Metrics, RescaleFinished
+from hvd_elastic.signals import ended_by_signals
 from hvd_elastic.tools.copy.copying import copy_to_hosts
 from hvd_elastic.views.report import write_report
 from hvd_elastic.virtual import VirtualCluster

@@ -19,6 +19,7 @@ from typing import TextIO
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.formatting import unfiltered
+from hvd_elastic.signals import ended_by_signals
 
 _MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
 _COMPILER_ERROR = re.compile(
@@ -141,7 +142,7 @@ def run_quietly(
     log.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     network_told = False
-    with _appending(log) as append, _terminated_as_exception():
+    with _appending(log) as append, ended_by_signals():
         append(f"$ {' '.join(command)}")
         try:
             process = subprocess.Popen(
@@ -252,28 +253,6 @@ def _appending(log: Path) -> Iterator[Callable[[str], None]]:
     finally:
         with contextlib.suppress(OSError):
             file.close()
-
-
-@contextlib.contextmanager
-def _terminated_as_exception() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit while a child runs, so that the child is ended too.
-
-    And so that its temporary folder is removed. A SIGHUP that nohup has disabled stays disabled.
-    """
-
-    def stop(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        if before[number] != signal.SIG_IGN:
-            signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, before[number])
 
 
 def _minutes(seconds: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hvd_elastic.errors import UsageError, VirtualClusterError
 from hvd_elastic.replaced_files import write_whole
+from hvd_elastic.signals import uninterrupted
 from hvd_elastic.virtual import accounts, plan, sshfiles
 from hvd_elastic.virtual.loopback import Loopback, login_user
 from hvd_elastic.virtual.netns import Namespaces, default_shares, hidden_shares, why_no_namespaces
@@ -524,13 +525,3 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise unwritable(Path(error.filename or folder), error.strerror) from error
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until a cleanup in progress is done."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
