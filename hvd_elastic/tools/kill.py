@@ -114,7 +114,7 @@ def kill_run(
     def kill(host: Host, stopper: Stopper) -> Ended:
         with connect(host, options) as connection:
             stopper.add_action(connection.close)
-            found = _end_processes(connection, target, grace_s, kill_s, dry_run)
+            found = end_processes_of(connection, target, grace_s, kill_s, dry_run)
             # Files cannot be selected by pattern, so those of all dead runs are included then.
             request = {"run": target.run, "host": host.name, "dry_run": dry_run}
             request["tmpdir"] = os.environ.get("TMPDIR", "")
@@ -137,10 +137,8 @@ def end_processes_of(
     limit_s: float,
     dry_run: bool,
     ours: bool = False,
-) -> list[dict[str, Any]]:
-    """Find processes on a host, end them unless it is a dry run, and return their fields.
-
-    The fields are those of :class:`FoundProcess`.
+) -> dict[str, Any]:
+    """Find processes on a host, and end them unless it is a dry run.
 
     Args:
         connection: connection to the host.
@@ -149,23 +147,15 @@ def end_processes_of(
         limit_s: limit for all of it [s].
         dry_run: only list them.
         ours: whether processes that our own agents left count as strays too.
+
+    Returns:
+        "processes", each with the fields of :class:`FoundProcess`; and "others", as in
+        :class:`Ended`.
     """
-    answer = _end_processes(connection, target, grace_s, limit_s, dry_run, ours)
-    found: list[dict[str, Any]] = answer["processes"]
-    return found
-
-
-def _end_processes(
-    connection: Connection,
-    target: Target,
-    grace_s: float,
-    limit_s: float,
-    dry_run: bool,
-    ours: bool = False,
-) -> Any:
     request = {**vars(target), "ours": ours, "grace_s": grace_s, "dry_run": dry_run}
     request["home"] = os.environ.get("HVD_ELASTIC_HOME", "")
-    return run_script(connection, "kill_run", request, limit_s)
+    found: dict[str, Any] = run_script(connection, "kill_run", request, limit_s)
+    return found
 
 
 def _assess_left(ended: Ended) -> tuple[Outcome, str]:

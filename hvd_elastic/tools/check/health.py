@@ -78,8 +78,8 @@ def check_cluster(
         with connect(host, options) as connection:
             stopper.add_action(connection.close)
             facts = run_script(connection, "look_at_host", request, SCRIPT_S, python)
-            strays = end_processes_of(connection, Target(strays=True), 0, SCRIPT_S, True, ours=True)
-            return {**facts, "strays": strays}
+            found = end_processes_of(connection, Target(strays=True), 0, SCRIPT_S, True, ours=True)
+            return {**facts, "strays": found["processes"]}
 
     tell(f"looking at {len(hosts)} hosts")
     limit_s = options.connect_timeout_s + 2 * SCRIPT_S + 10.0
