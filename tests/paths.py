@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.install.horovod_wheel import has_library
+
 __all__ = [
     "ALL",
     "COSTLY",
@@ -49,14 +51,7 @@ COSTLY = pytest.mark.skipif(not ALL, reason="a costly variant: HVD_ELASTIC_TEST_
 """For a variant that starts real processes, where another one tries almost the same."""
 
 
-def _horovod_has_tensorflow() -> bool:
-    found = importlib.util.find_spec("horovod")
-    folders = [Path(each) for each in (found and found.submodule_search_locations) or ()]
-    built = any([*folder.glob("tensorflow/mpi_lib*")] for folder in folders)
-    return built and importlib.util.find_spec("tensorflow") is not None
-
-
-HAS_TENSORFLOW = _horovod_has_tensorflow()
+HAS_TENSORFLOW = has_library("tensorflow") and importlib.util.find_spec("tensorflow") is not None
 WHY_NO_TENSORFLOW = "TensorFlow, or Horovod's binding of it, is not installed: make horovod"
 NEEDS_TENSORFLOW = pytest.mark.skipif(
     not HAS_TENSORFLOW,

@@ -21,16 +21,14 @@ from hvd_elastic.cli.options import (
     whole_number_option,
 )
 from hvd_elastic.cli.output import print_json, print_rows, print_table
-from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
+from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions, flag_of
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words
+from hvd_elastic.leader.spec import check_choices
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.snapshot import HostOffer
     from hvd_elastic.sim.jobs.run import Outcome
-
-
-_POLICIES = ("fixed", "goodput")
 
 
 @command(ObjectiveOptions, but=["target_examples"])
@@ -125,8 +123,7 @@ def simulate(
     from hvd_elastic.sim.static import best_static
     from hvd_elastic.sim.trace import read_trace
 
-    if policy not in _POLICIES:
-        raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(_POLICIES)}")
+    check_choices({"policy": policy}, flag_of)
     found = read_trace(trace)
     if goal.deadline is not None:
         goal = replace(goal, target_examples=found.workload.examples)

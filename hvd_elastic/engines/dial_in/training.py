@@ -200,9 +200,12 @@ def _check_values(options: Mapping[str, Any]) -> None:
     of_spec = {name: value for name, value in options.items() if name not in (*parts, "run_id")}
     if of_spec.get("checkpoint_folder") is not None:  # it may be a Path
         of_spec["checkpoint_folder"] = str(of_spec["checkpoint_folder"])
-    goal = {"kind": given.get("objective", Objective.kind)}
-    goal |= {name: given[name] for name in ("min_speedup_per_slot",) if name in given}
-    goal |= {"deadline_s": given.get("deadline"), "target": given.get("target_examples")}
+    goal = {
+        "kind": given.get("objective", Objective.kind),
+        "min_speedup_per_slot": given.get("min_speedup_per_slot", Objective.min_speedup_per_slot),
+        "deadline_s": given.get("deadline"),
+        "target": given.get("target_examples"),
+    }
     try:
         msgspec.convert(goal, Objective)
         msgspec.convert({**of_spec, "command": COMMAND, "cwd": "."}, RunSpec)
