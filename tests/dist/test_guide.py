@@ -72,7 +72,7 @@ def test_every_command_prints_what_the_guide_shows(stage: Stage) -> None:
 def _follow_guide(stage: Stage, folder: Path, environment: dict[str, str]) -> None:
     told: list[str] = []
     for command, shown in calls():
-        here = command.replace("--epochs 15", "--epochs 5")  # they print the same
+        here = command
         for number, host in enumerate(stage.hosts, 1):
             here = re.sub(rf"\bnode{number}\b", host, here)
         done = subprocess.run(
