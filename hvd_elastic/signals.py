@@ -32,6 +32,26 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def delayed_signals() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP take effect here at the end of the block.
+
+    Other than in :func:`uninterrupted`, a process that the block starts takes them at once.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the cleanup in the block is done."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -17,7 +17,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.input.rate import RESULT_VARIABLE, SECONDS_VARIABLE, InputRate
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import ReadEvent, RescaleFinished, RunFinished
-from hvd_elastic.signals import ended_by_signals
+from hvd_elastic.signals import delayed_signals, ended_by_signals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,36 +53,46 @@ class BackgroundRun:
         advice: str = "",
     ) -> None:
         self._name = name
-        self._signals = contextlib.ExitStack()
         self._advice = advice
         words = ["run", "--detach", "--hostfile", str(hostfile), "--checkpoint-every", "0"]
-        words += [*options, "--np", str(slots), "--", *command]
+        self._words = [*words, *options, "--np", str(slots), "--", *command]
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as block:
+            block.enter_context(ended_by_signals())
+            with delayed_signals():  # a run that is being started could not be ended
+                self.folder = self._start()
+                block.callback(self._end)
+            self._block = block.pop_all()
+        self._follower = self.folder.follow_events()
+        self._logs = f"its logs: hvd-elastic logs {self.folder.run_id}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._block.close()
+
+    def _start(self) -> RunFolder:
         started = subprocess.run(
-            [sys.executable, "-m", "hvd_elastic.cli.app", *words],
+            [sys.executable, "-m", "hvd_elastic.cli.app", *self._words],
             stdout=subprocess.PIPE,
             text=True,
             stdin=subprocess.DEVNULL,
         )
         if started.returncode:
             kind = UsageError if started.returncode == UsageError.exit_status else RunError
-            raise kind(f"{name} could not be started; see above")
-        self.folder = RunFolder.open(started.stdout.split()[0])
-        self._follower = self.folder.follow_events()
-        self._logs = f"its logs: hvd-elastic logs {self.folder.run_id}"
+            raise kind(f"{self._name} could not be started; see above")
+        return RunFolder.open(started.stdout.split()[0])
 
-    def __enter__(self) -> Self:
-        self._signals.enter_context(ended_by_signals())
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _end(self) -> None:
         """End the run, and wait until its leader has ended."""
-        with self._signals:
-            if self.folder.leader_alive():
-                with contextlib.suppress(RunError):  # it may just end, and an error is told already
-                    self.folder.ask_leader("stop", {"reason": f"{self._name} is over"})
-                deadline = time.monotonic() + PATIENCE_S
-                while self.folder.leader_alive() and time.monotonic() < deadline:
-                    time.sleep(_POLL_S)
+        if not self.folder.leader_alive():
+            return
+        with contextlib.suppress(RunError):  # it may just end, and an error is told already
+            self.folder.ask_leader("stop", {"reason": f"{self._name} is over"})
+        deadline = time.monotonic() + PATIENCE_S
+        while self.folder.leader_alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def scale(self, slots: int) -> None:
         """Have it train on so many slots."""

@@ -29,8 +29,13 @@ folder = SimpleNamespace(
     ask_leader=lambda what, _: asked.append(what),
 )
 background_run.RunFolder = SimpleNamespace(open=lambda run_id: folder)
-started = SimpleNamespace(returncode=0, stdout="r")
-background_run.subprocess = SimpleNamespace(run=lambda *_, **__: started, PIPE=0, DEVNULL=0)
+
+def run(*_, **__):
+    if sys.argv[2:]:
+        os.kill(os.getpid(), number)
+    return SimpleNamespace(returncode=0, stdout="r")
+
+background_run.subprocess = SimpleNamespace(run=run, PIPE=0, DEVNULL=0)
 try:
     with background_run.BackgroundRun(Path("hosts"), ["true"], 1, [], "the probe"):
         os.kill(os.getpid(), number)
@@ -55,10 +60,16 @@ demo.play(Console(file=sys.stderr), True, 1, False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("program", [RUN, DEMO], ids=["run", "demo"])
-def test_a_signal_ends_what_was_started(program: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("program", "more"),
+    [(RUN, []), (RUN, ["while it starts"]), (DEMO, [])],
+    ids=["run", "start", "demo"],
+)
+def test_a_signal_ends_what_was_started(
+    program: str, more: list[str], number: signal.Signals
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program, str(int(number))],
+        [sys.executable, "-c", BEGIN + program, str(int(number)), *more],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
