@@ -296,8 +296,10 @@ def test_the_agents_key_is_used(
         ["ssh-agent", "-D", "-a", str(agent_socket)], stdout=subprocess.DEVNULL
     )
     try:
-        until(agent_socket.exists)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(agent_socket))
+        # The socket is there before the agent listens.
+        lists = ["ssh-add", "-l"]
+        until(lambda: subprocess.run(lists, capture_output=True, check=False).returncode != 2)
         subprocess.run(["ssh-add", "-q", str(server.user_key)], check=True)
         config = server.write_config(tmp_path / "config", ["node1"])
         text = config.read_text().replace(f"IdentityFile {server.user_key}\n", "")
