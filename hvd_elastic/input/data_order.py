@@ -250,6 +250,7 @@ class DataOrder:
                 f"evaluation does, use {worker.frontend.other_loader}"
             )
         context.refuse_open_period()
+        context.count_committed()
         loop = rollback.loop_begins(in_step=step.ahead is not None)
         if not loop:
             return

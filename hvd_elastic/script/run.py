@@ -112,6 +112,7 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
             try:
                 result = function()
                 ctx.end_uncommitted()
+                ctx.count_committed()
                 ctx.refuse_open_period()
                 ctx.idle_check.training_ends()
                 if ctx.nothing_to_do:

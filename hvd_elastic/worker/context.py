@@ -467,16 +467,21 @@ class Context:
             self.step_done()
 
     def body_left(self) -> None:
-        """Count the step of a loop body that was left by ``break`` after it was exchanged.
+        """Count the step of a loop body that was left by ``break`` after a step of an optimizer.
 
-        So it is after the step of one of several optimizers, and without any after ``commit``.
         Without a collective, since a generator may be closed at any time.
         """
-        self.step.is_body_left = True
-        averagers = self.worker.averagers
-        whole = (averagers.several or not averagers) and not self.worker.communicator.broken
+        whole = self.worker.averagers.several and not self.worker.communicator.broken
         if whole and self.step.stage is Stage.EXCHANGED:
             self.step_done()
+
+    def count_committed(self) -> None:
+        """Count a step without our optimizer whose loop was left after ``commit``.
+
+        All ranks call this, where the next loop over the loader begins and where training ends.
+        """
+        if self.step.is_committed and not (self.step.accumulating or self.worker.averagers):
+            self.mark_consumed()
 
     def check_left_out(self, begun: Any) -> None:
         """Wait for a reduction in place of gradients, in a shape that they never have.
@@ -547,12 +552,8 @@ class Context:
         self.metrics.update(metrics)
         step = self.step
         if self.data.has_loader and step.stage is not Stage.UNCOMMITTED:
-            # The optimizer's step may follow; if not, the end of the loop body counts it.
-            if step.is_open and not (step.accumulating or self.worker.averagers):
-                self.exchange()  # where the body is left, nothing else could do so
-                if step.is_body_left:
-                    self.step_done()
-            return
+            step.is_committed = True
+            return  # the optimizer's step may follow; if not, the end of the loop body counts it
         # A script that reads its data itself: this is where its steps end.
         if step.stage is not Stage.UNCOMMITTED:  # a step that was taken has exchanged already
             step.is_left_out = self.worker.averagers.several

@@ -99,7 +99,7 @@ class Step:
         passes: passes handed out so far on this rank.
         is_too_large: flag for the exchange: a pass did not fit into this rank's memory.
         is_left_out: flag for the exchange: this rank takes no optimizer step for it.
-        is_body_left: whether the loop over the loader was left, so that no end of its body comes.
+        is_committed: whether the script has called ``commit`` since its first pass.
         in_no_sync: whether the script is in a ``with optimizer.no_sync()`` block.
         continues: whether the script's last backward pass was in such a block, so that the next
             batch belongs to the step too.
@@ -116,7 +116,7 @@ class Step:
         self.passes: list[Pass] = []
         self.is_too_large = False
         self.is_left_out = False
-        self.is_body_left = False
+        self.is_committed = False
         self.in_no_sync = False
         self.continues = self.is_period = False
         self.ahead: Progress | None = None
@@ -208,7 +208,7 @@ class Step:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
         self.continues, self.counts, self.ranks_added = False, None, None
-        self.is_period = self.is_body_left = False
+        self.is_period = self.is_committed = False
 
     def next_batch(self, progress: Progress) -> None:
         """Go on with the next batch of the loader; ``progress``: that of training."""
@@ -227,7 +227,7 @@ class Step:
     def forget(self) -> None:
         """Drop the step: it failed, or has been counted."""
         self.stage, self.passes, self._told = Stage.NONE, [], None
-        self._is_received = False
+        self._is_received = self.is_committed = False
         self.ahead, self.continues, self.in_no_sync = None, False, False
         self.counts = self.ranks_added = None
 

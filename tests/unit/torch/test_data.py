@@ -127,6 +127,8 @@ class FakeContext:
 
     def refuse_open_period(self) -> None: ...
 
+    def count_committed(self) -> None: ...
+
     def step_boundary(self) -> None:
         if self.boundary is not None:
             self.boundary(self)
