@@ -950,7 +950,10 @@ def test_a_run_that_ends_without_a_daemon_has_ended_then(place: ClusterFolder) -
         "its run was stopped by its user",
     )
     assert ended.ended_at == end["t"]
-    (told,) = [each for each in iter_records(place.events) if each["kind"] == "job_finished"]
+    # It is told after it is kept.
+    finished = lambda: [e for e in iter_records(place.events) if e["kind"] == "job_finished"]  # noqa: E731
+    daemon.until(finished)
+    (told,) = finished()
     assert told["ended"] == end["t"] < told["t"]
     daemon.down(leave_jobs=True)
 
