@@ -150,7 +150,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         problems += self._copy(info)
         place = str(info.path)
         try:
-            place = self._store.upload(info)
+            place = self._store.upload(info, self._note_progress)
         except CheckpointError as error:
             problems.append(f"a checkpoint is in the run folder alone: {error}")
         event = Checkpoint(
@@ -265,7 +265,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
             )
         newer = any(each.sources[0].entry.step > self.newest_step for each in self._parcels())
         needed = self._copies or searched_in_vain or not self._writable
-        if not (self._missed or self.busy or newer) and (succeeded or not needed):
+        if not (self._missed or newer) and (succeeded or not needed):
             self._release(None)
 
     @property

@@ -114,15 +114,18 @@ class CheckpointStore:
         """Turn shards in the folder into a checkpoint; see :func:`complete_checkpoint`."""
         return complete_checkpoint(self.folder, shards, self._keep, seconds)
 
-    def upload(self, info: CheckpointInfo) -> str:
+    def upload(self, info: CheckpointInfo, on_progress: Callable[[], None]) -> str:
         """Copy a checkpoint to the URL, if there is one; return its path or URL.
+
+        Args:
+            on_progress: called while it goes on.
 
         Raises:
             CheckpointError: it could not be uploaded.
         """
         if self.url is None:
             return str(info.path)
-        self.url.upload(info, self._keep)
+        self.url.upload(info, self._keep, on_progress)
         return f"{self.url}/{info.path.name}"
 
     def newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:

@@ -168,9 +168,12 @@ class Collector(ABC, Generic[Entry, Stored]):
         finally:
             self._call.post(lambda: self._ended(parcel, stored, error))
 
+    def _note_progress(self) -> None:
+        self._received_at = time.monotonic()
+
     def _receive(self, source: Source[Entry], writer: HashingWriter) -> None:
         def write(data: bytes | memoryview) -> None:
-            self._received_at = time.monotonic()
+            self._note_progress()
             source.received += writer.write(data)
 
         source.received = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +90,24 @@ class CheckpointUrl:
         with self._explained("tidied up"):
             self._files.rm_file(f"{self._root}/{name}")
 
-    def upload(self, info: CheckpointInfo, keep: int) -> None:
+    def upload(self, info: CheckpointInfo, keep: int, on_progress: Callable[[], None]) -> None:
         """Upload a checkpoint, then remove those that are no longer needed.
+
+        Args:
+            keep: number of checkpoints to keep.
+            on_progress: called for each file and, where the file system tells, each part of it.
 
         Raises:
             CheckpointError: it cannot be written.
         """
+        from fsspec.callbacks import Callback
+
         with self._explained("written"):
             self._files.makedirs(self._root, exist_ok=True)
+            parts = Callback(hooks={"parts": lambda *_, **__: on_progress()})
             for path in info.files:
-                self._files.put_file(str(path), f"{self._root}/{path.name}")
+                on_progress()
+                self._files.put_file(str(path), f"{self._root}/{path.name}", callback=parts)
         with self._explained("tidied up"):
             names = self._names()
             outdated = is_outdated(self.find(Path()), keep, info)

@@ -99,7 +99,7 @@ def test_at_a_url_finite_checkpoints_stay_and_are_taken(tmp_path: Path) -> None:
     url = f"memory://finite-{tmp_path.name}"
     store = CheckpointStore("r", tmp_path / "first", url, keep=2, resumed=False)
     for step, finite in ((10, True), (20, True), (30, False), (40, False)):
-        store.upload(put(tmp_path / "first", step, finite=finite))
+        store.upload(put(tmp_path / "first", step, finite=finite), lambda: None)
     assert store.url is not None
     assert [info.step for info in store.url.find(Path())] == [40, 20, 10]
     said: list[str] = []
