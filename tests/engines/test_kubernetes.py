@@ -26,7 +26,8 @@ from tests.paths import ALL, COSTLY, LIMIT_S
 _MEMORY = 2 << 30
 BARE_IMAGE = "registry.example/bare:1"
 
-pytestmark = [pytest.mark.dist, pytest.mark.root]
+# The build of Kubernetes counts in the first test; it is nice, and waits where others work.
+pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")
