@@ -217,11 +217,23 @@ def test_a_storage_that_fails_for_a_while_costs_no_picture(
         patched.setattr(frame.Source, "read", fail)
         assert call(patched, image_folder, *words) == 1
     error = capsys.readouterr().err
-    assert f"error: owl/owl3.jpg: {os.strerror(number)}; that is no damage of the file" in error
+    assert f"error: {birds}/owl/owl3.jpg: {os.strerror(number)}; that is no damage of" in error
     assert "if it fails again, remove the file" in error
     assert call(monkeypatch, image_folder, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)[0]
     assert (found["examples"], found["skipped"]) == (12, [])
+
+
+def test_an_archive_that_the_storage_lost_is_named_and_none_of_its_pictures_to_be_removed(
+    tmp_path: Path,
+) -> None:
+    archive = tmp_path / "train.tar"
+    source = frame.Source(str(archive), "owl/owl3.jpg", size=99)
+    settings = frame.Settings("tar", ("jpg",), 2, pictures.ToJpeg(0, 95))
+    with pytest.raises(DataError) as raised:
+        frame.prepare(tmp_path / "out", [source], [], settings)
+    assert str(raised.value).startswith(f"{archive}: {os.strerror(errno.ENOENT)}; that is no")
+    assert str(raised.value).endswith(f"if it fails again, copy {archive} again")
 
 
 # -- what is written
