@@ -449,7 +449,7 @@ def _reason(source: AnySource, error: Exception) -> str:
     """Return the line for a damaged source; raises DataError if not the source is at fault."""
     why = getattr(error, "strerror", None) or error
     if is_of_storage(error, was_there=max(source.file_bytes, source.size) >= 0):
-        remedy = "remove the file"
+        remedy = "remove the file and call with --again (what is written so far is made anew)"
         if isinstance(source, Source) and source.size >= 0:  # within an archive
             remedy = f"copy {source.path} again"
         raise DataError(
