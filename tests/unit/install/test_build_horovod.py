@@ -638,6 +638,38 @@ def test_a_kept_wheel_that_no_longer_imports_is_built_anew(
     assert horovod_wheel.cached_wheel(INPUTS) is not None
 
 
+@pytest.mark.parametrize("builds", [True, False])
+def test_a_kept_wheel_stays_until_another_one_is_installed(workshop, monkeypatch, tmp_path, builds):
+    """It may be good, and nothing else be there where no compiler is."""
+    (tmp_path / "torch.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    build_horovod.provide_horovod(dataclasses.replace(INPUTS, tensorflow="2.21.0"))
+    kept = horovod_wheel.cached_wheel(INPUTS)
+    assert kept is not None
+    install_wheel, build_wheel = build_horovod.install_wheel, build_horovod.build_wheel
+
+    def install(wheel, *others):
+        if wheel == kept:
+            raise build_horovod.UnfitWheelError("undefined symbol")
+        return install_wheel(wheel, *others)
+
+    def build(*arguments):
+        assert kept.exists()
+        if not builds:
+            raise BuildError("no compiler")
+        return build_wheel(*arguments)
+
+    monkeypatch.setattr(build_horovod, "install_wheel", install)
+    monkeypatch.setattr(build_horovod, "build_wheel", build)
+    if builds:
+        build_horovod.provide_horovod(INPUTS)
+        assert workshop == ["build", "install"] * 2
+    else:
+        with pytest.raises(BuildError, match=r"no compiler(.|\n)*undefined symbol"):
+            build_horovod.provide_horovod(INPUTS)
+    assert kept.exists() is not builds
+
+
 def test_a_wheel_that_cannot_be_kept_is_installed(workshop, monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
