@@ -129,7 +129,7 @@ def test_without_a_gpu_horovod_is_for_cpus_whatever_torch_is_for(monkeypatch, tm
     assert horovod_wheel.detect_inputs("x") == with_cuda
 
 
-def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tmp_path):
+def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tmp_path, capsys):
     fake_program(tmp_path, "nvidia-smi", "exec sleep 60")
     monkeypatch.setattr(nvidia, "LIMIT_S", 0.1)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -139,6 +139,10 @@ def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tm
         chosen = horovod_wheel.detect_inputs("x", with_nccl=with_nccl)
         monkeypatch.setattr(horovod_wheel, "installed_build", lambda name=chosen.name: name)
         assert horovod_wheel.detect_inputs("x") == chosen
+    monkeypatch.setattr(build_horovod, "patch_digest", lambda: "x")
+    monkeypatch.setattr(build_horovod, "provide_horovod", lambda *_, **__: None)
+    assert command() == 0
+    assert "No GPU here" not in capsys.readouterr().out, "nobody has said that"
     monkeypatch.setattr(horovod_wheel, "installed_build", lambda: "another")
     with pytest.raises(BuildError, match="make horovod ARGS=--without-nccl"):
         horovod_wheel.detect_inputs("x")
