@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from hvd_elastic.errors import DataError, HvdElasticError
@@ -103,7 +106,25 @@ def is_of_storage(error: Exception, *, was_there: bool = False) -> bool:
     """
     if not isinstance(error, OSError):
         return False
-    return error.errno not in _OF_THE_FILE or (was_there and error.errno in _OF_A_MOUNT)
+    if error.errno not in _OF_THE_FILE:
+        return True
+    return was_there and error.errno in _OF_A_MOUNT and not _is_closed(error)
+
+
+def _is_closed(error: OSError) -> bool:
+    """Return whether the file's own mode forbids this user to read it, as that of another's may."""
+    if error.errno != errno.EACCES or not error.filename:
+        return False
+    try:
+        found = Path(error.filename).stat()
+    except OSError:
+        return False
+    if found.st_uid == os.geteuid():
+        mask = stat.S_IRUSR
+    else:
+        ours = found.st_gid in (os.getegid(), *os.getgroups())
+        mask = stat.S_IRGRP if ours else stat.S_IROTH
+    return not (found.st_mode & mask or os.access(error.filename, os.R_OK))
 
 
 def unlisted(path: object, error: Exception) -> DataError:

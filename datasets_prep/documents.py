@@ -94,6 +94,8 @@ class Piece(NamedTuple):
             try:
                 yield from read_part(part)
             except (DataError, OSError) as error:
+                if isinstance(error, OSError) and not error.filename:
+                    error.filename = part.path
                 if is_of_storage(error, was_there=part.size != _DAMAGED):
                     raise
                 why = getattr(error, "strerror", None) or error

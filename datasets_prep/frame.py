@@ -447,13 +447,17 @@ def _one_line(text: str) -> str:
 
 def _reason(source: AnySource, error: Exception) -> str:
     """Return the line for a damaged source; raises DataError if not the source is at fault."""
-    reason = f"{source.name}: {getattr(error, 'strerror', None) or error}"
+    why = getattr(error, "strerror", None) or error
     if is_of_storage(error, was_there=max(source.file_bytes, source.size) >= 0):
+        remedy = "remove the file and call with --again (what is written so far is made anew)"
+        if isinstance(source, Source) and source.size >= 0:  # within an archive
+            remedy = f"copy {source.path} again"
         raise DataError(
-            f"{reason}; that is no damage of the file, so it is not skipped: the same call, "
-            "without --again, goes on where this one stopped; if it fails again, remove the file"
+            f"{getattr(error, 'filename', None) or source.name}: {why}; that is no damage of the "
+            "file, so it is not skipped: the same call, without --again, goes on where this one "
+            f"stopped; if it fails again, {remedy}"
         ) from error
-    return reason
+    return f"{source.name}: {why}"
 
 
 def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tuple[int, Done]:

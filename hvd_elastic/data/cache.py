@@ -81,7 +81,9 @@ class ShardCache:
             folder.mkdir(parents=True, exist_ok=True)
             _require_trusted(folder)
             if not os.access(folder, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+                is_read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+                number = errno.EROFS if is_read_only else errno.EACCES
+                raise OSError(number, os.strerror(number), str(folder))
         remove_leftovers(folder)
 
     def __getstate__(self) -> dict[str, Any]:

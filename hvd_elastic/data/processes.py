@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
@@ -67,8 +68,11 @@ def in_processes(
 def _stop_writing(pool: ProcessPoolExecutor) -> None:
     """Close this process's end of the pipe from which the processes read their pieces.
 
-    Python before 3.11.5 otherwise waits for its thread that writes to it (cpython gh-94777).
+    Python before 3.11.5 otherwise waits for its thread that writes to it (cpython gh-94777). A
+    later one closes it in a thread of its own, which must not meet this.
     """
+    if sys.version_info >= (3, 11, 5):
+        return
     queue: Any = pool._call_queue  # type: ignore[attr-defined]
     if queue is not None:
         with contextlib.suppress(OSError):  # Python closes it too

@@ -11,6 +11,7 @@ was compiled against, so another environment with the same versions gets it in s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -397,8 +398,15 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
                         f"{error}\n{kept}; to compile it again: hvd-elastic build-horovod --rebuild"
                     ) from error
                 print(f"The kept wheel cannot be used and is built again: {error}", flush=True)
-                wheel.unlink(missing_ok=True)
-                kept = _build_and_install(inputs, log, jobs)
+                try:
+                    kept = _build_and_install(inputs, log, jobs)
+                except BuildError as failed:
+                    raise BuildError(
+                        f"{failed}\nIt was built since the kept wheel cannot be used: {error}"
+                    ) from failed
+                if wheel.parent != cache / inputs.name:  # else the new one is in its place
+                    with contextlib.suppress(OSError):
+                        wheel.unlink()
         log.unlink(missing_ok=True)
     print(f"{inputs.describe()} is installed; {kept}")
 

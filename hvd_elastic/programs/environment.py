@@ -227,7 +227,13 @@ def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
             why = "it is another user's, or a link"
         elif name == "environment":
             why = in_use(str(path))
-        elif any(is_in_use(part) for part in parts if part.exists()):
+        elif any(
+            # What a process has open has a real path; its TMPDIR may lead through a link.
+            is_in_use(each)
+            for part in parts
+            if part.exists()
+            for each in {part, part.resolve()}
+        ):
             why = "a process has it in use"
         sizes = map(size_of, parts)
         others = others_in(path) if name == "runs" else ""

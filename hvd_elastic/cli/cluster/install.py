@@ -318,7 +318,12 @@ def build_horovod(
       hvd-elastic build-horovod --rebuild
     """
     from hvd_elastic.install.build_horovod import patch_digest, provide_horovod
-    from hvd_elastic.install.horovod_wheel import detect_inputs, torch_cuda, why_left_out
+    from hvd_elastic.install.horovod_wheel import (
+        detect_inputs,
+        installed_build,
+        torch_cuda,
+        why_left_out,
+    )
 
     inputs = detect_inputs(
         patch_digest(),
@@ -329,7 +334,12 @@ def build_horovod(
     if print_name:
         print(inputs.name)
         return
-    if nccl is None and inputs.cuda is None and (cuda := torch_cuda()):
+    if (
+        nccl is None
+        and inputs.cuda is None
+        and (cuda := torch_cuda())
+        and installed_build() != inputs.name  # of this one nvidia-smi may not have said it
+    ):
         print(
             f"No GPU here, so Horovod is built for CPUs; for CUDA {cuda} with NCCL: `make horovod` "
             "on a host with a GPU, or build-horovod --with-nccl",

@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hvd_elastic.data import processes
 from tests.paths import LIMIT_S
 from tests.waiting import until
 
@@ -52,3 +56,16 @@ def test_ctrl_c_does_not_wait_for_the_work_that_is_given_up(tmp_path: Path, size
             process.kill()
     assert process.returncode == 130, said
     assert said == ""
+
+
+@pytest.mark.parametrize(("version", "closes"), [((3, 11, 4), True), ((3, 11, 5), False)])
+def test_a_pipe_that_python_closes_itself_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], closes: bool
+) -> None:
+    """Closed twice at the same time, it ends in a traceback of Python's thread."""
+    monkeypatch.setattr(processes, "sys", SimpleNamespace(version_info=version))
+    reader, writer = Pipe(duplex=False)
+    pool: Any = SimpleNamespace(_call_queue=SimpleNamespace(_reader=reader))
+    with reader, writer:
+        processes._stop_writing(pool)
+        assert reader.closed is closes

@@ -336,6 +336,14 @@ def test_a_cache_on_a_full_disk_is_explained(server: FileServer, tmp_path: Path)
         assert not [*(disk / "cache").glob(".*.part")]
 
 
+def test_a_cache_on_a_read_only_disk_is_explained(server: FileServer, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "100k") as disk:
+        (disk / "cache").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(DataError, match="cannot be written: Read-only file system"):
+            ShardDataset(server.url, cache=disk / "cache")
+
+
 def test_a_group_shares_a_cache_in_which_shards_belong_to_others(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,11 +41,14 @@ from datasets_prep import (
     index_shards,
     pictures,
 )
+from datasets_prep.common import is_of_storage
 from datasets_prep.on_hosts import DISAGREES, prepare_on_hosts
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.data.index import Index
 from hvd_elastic.errors import DataError
 from hvd_elastic.hosts.hostfile import Host
+from tests import other_user
+from tests.other_user import open_folder as open_folder
 from tests.paths import LIMIT_S
 from tests.small_disk import mounted
 from tests.waiting import until
@@ -217,11 +220,45 @@ def test_a_storage_that_fails_for_a_while_costs_no_picture(
         patched.setattr(frame.Source, "read", fail)
         assert call(patched, image_folder, *words) == 1
     error = capsys.readouterr().err
-    assert f"error: owl/owl3.jpg: {os.strerror(number)}; that is no damage of the file" in error
-    assert "if it fails again, remove the file" in error
+    assert f"error: {birds}/owl/owl3.jpg: {os.strerror(number)}; that is no damage of" in error
+    assert "if it fails again, remove the file and call with --again" in error
     assert call(monkeypatch, image_folder, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)[0]
     assert (found["examples"], found["skipped"]) == (12, [])
+
+
+@other_user.needs_root
+def test_a_picture_whose_own_mode_keeps_it_closed_is_skipped(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    birds, out = write_birds(open_folder / "birds"), open_folder / "out"
+    closed = birds / "owl" / "owl3.jpg"
+    closed.chmod(0)
+
+    def prepare() -> None:
+        assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
+
+    other_user.call(prepare)
+    assert (out / "skipped.txt").read_text() == "owl/owl3.jpg: Permission denied\n"
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    # The login to a share is over, or the file is gone.
+    for mode, number in ((0o644, errno.EACCES), (0, errno.ENOENT)):
+        closed.chmod(mode)
+        error = OSError(number, os.strerror(number), str(closed))
+        assert is_of_storage(error, was_there=True)
+
+
+def test_an_archive_that_the_storage_lost_is_named_and_none_of_its_pictures_to_be_removed(
+    tmp_path: Path,
+) -> None:
+    archive = tmp_path / "train.tar"
+    source = frame.Source(str(archive), "owl/owl3.jpg", size=99)
+    settings = frame.Settings("tar", ("jpg",), 2, pictures.ToJpeg(0, 95))
+    with pytest.raises(DataError) as raised:
+        frame.prepare(tmp_path / "out", [source], [], settings)
+    assert str(raised.value).startswith(f"{archive}: {os.strerror(errno.ENOENT)}; that is no")
+    assert str(raised.value).endswith(f"if it fails again, copy {archive} again")
 
 
 # -- what is written

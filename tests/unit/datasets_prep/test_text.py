@@ -154,14 +154,15 @@ def test_a_storage_that_fails_for_a_while_costs_no_text(
 
     def fail(path: str) -> Any:
         if path.endswith("b.txt"):
-            raise OSError(number, os.strerror(number), path)
+            raise OSError(number, os.strerror(number))  # as one while it is read
         return Path(path).open("rb")
 
     words = ["--source", source, "--out", out, "--length", 8]
     with monkeypatch.context() as patched:
         patched.setattr(documents, "opened", fail)
         assert call(patched, *words) == 1
-    assert f"{os.strerror(number)}; that is no damage" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"error: {source}/b.txt: {os.strerror(number)}; that is no damage" in error
 
     def fail_to_list(path: Path) -> int:
         if path.name == "b.txt":

@@ -129,7 +129,7 @@ def test_without_a_gpu_horovod_is_for_cpus_whatever_torch_is_for(monkeypatch, tm
     assert horovod_wheel.detect_inputs("x") == with_cuda
 
 
-def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tmp_path):
+def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tmp_path, capsys):
     fake_program(tmp_path, "nvidia-smi", "exec sleep 60")
     monkeypatch.setattr(nvidia, "LIMIT_S", 0.1)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -139,6 +139,10 @@ def test_what_is_installed_does_not_need_an_answer_of_nvidia_smi(monkeypatch, tm
         chosen = horovod_wheel.detect_inputs("x", with_nccl=with_nccl)
         monkeypatch.setattr(horovod_wheel, "installed_build", lambda name=chosen.name: name)
         assert horovod_wheel.detect_inputs("x") == chosen
+    monkeypatch.setattr(build_horovod, "patch_digest", lambda: "x")
+    monkeypatch.setattr(build_horovod, "provide_horovod", lambda *_, **__: None)
+    assert command() == 0
+    assert "No GPU here" not in capsys.readouterr().out, "nobody has said that"
     monkeypatch.setattr(horovod_wheel, "installed_build", lambda: "another")
     with pytest.raises(BuildError, match="make horovod ARGS=--without-nccl"):
         horovod_wheel.detect_inputs("x")
@@ -636,6 +640,38 @@ def test_a_kept_wheel_that_no_longer_imports_is_built_anew(
             build_horovod.provide_horovod(INPUTS)
     assert workshop.count("build") == 1 + works
     assert horovod_wheel.cached_wheel(INPUTS) is not None
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_a_kept_wheel_stays_until_another_one_is_installed(workshop, monkeypatch, tmp_path, builds):
+    """It may be good, and nothing else be there where no compiler is."""
+    (tmp_path / "torch.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    build_horovod.provide_horovod(dataclasses.replace(INPUTS, tensorflow="2.21.0"))
+    kept = horovod_wheel.cached_wheel(INPUTS)
+    assert kept is not None
+    install_wheel, build_wheel = build_horovod.install_wheel, build_horovod.build_wheel
+
+    def install(wheel, *others):
+        if wheel == kept:
+            raise build_horovod.UnfitWheelError("undefined symbol")
+        return install_wheel(wheel, *others)
+
+    def build(*arguments):
+        assert kept.exists()
+        if not builds:
+            raise BuildError("no compiler")
+        return build_wheel(*arguments)
+
+    monkeypatch.setattr(build_horovod, "install_wheel", install)
+    monkeypatch.setattr(build_horovod, "build_wheel", build)
+    if builds:
+        build_horovod.provide_horovod(INPUTS)
+        assert workshop == ["build", "install"] * 2
+    else:
+        with pytest.raises(BuildError, match=r"no compiler(.|\n)*undefined symbol"):
+            build_horovod.provide_horovod(INPUTS)
+    assert kept.exists() is not builds
 
 
 def test_a_wheel_that_cannot_be_kept_is_installed(workshop, monkeypatch, capsys):

@@ -260,6 +260,10 @@ def test_a_link_in_place_of_the_runs_is_removed_and_not_what_it_leads_to(
         folder.mkdir(parents=True)
     (scratch / "digits-1" / "events").write_bytes(bytes(1_000_000))
     (home / "runs").symlink_to(scratch)
+    with (scratch / "digits-1" / "events").open("rb"):
+        (found,) = remove("", ["runs"])
+    assert (found["removed"], found["stays"]) == (False, "a process has it in use")
+    assert (home / "runs").is_symlink()
     (found,) = remove("", ["runs"])
     assert (found["removed"], found["stays"], found["others"]) == (True, "", str(scratch))
     assert found["bytes"] < 1000, "what is not removed does not count"
