@@ -265,7 +265,7 @@ class Pull:
         found = {}
         folders = Folders(self.place)  # of this moment: the command may replace some
         try:
-            for path in walk(self.place, patterns)[0].paths if os.path.isdir(self.place) else ():
+            for path in walk(self.place, patterns)[0].paths:
                 status = folders.status(path)
                 if status is not None and is_foreign(status) and folders.others_write(path):
                     found[path] = identity(status)
@@ -444,7 +444,13 @@ class PullNode(Destination):
         if target is not None:
             indices = [index for index in indices if target.lacks(self._number(index))]
         patterns = self.config["patterns"]
-        before = {} if pull.has_list else pull.foreign(patterns)
+        before: dict[str, tuple[int, int]] = {}
+        was_open = False
+        if not pull.has_list:
+            make_folders(pull.place)
+            before = pull.foreign(patterns)
+            # Not afterwards: the command may give the destination its owner in the store.
+            was_open = pull.is_open()
         begun_ns = time.time_ns() - CLOCK_NS
         done = pull.fetch(indices) if indices else Fetched([], [], "")
         if self._ending:
@@ -453,8 +459,7 @@ class PullNode(Destination):
         if not pull.has_list:
             now = pull.foreign(patterns) if done.came else {}
             tree = walk(pull.place, patterns)[0] if done.came else None
-            is_open = bool(now) and pull.is_open()
-            doubted = [path for path in now if is_open or before.get(path) == now[path]]
+            doubted = [path for path in now if was_open or before.get(path) == now[path]]
             if doubted:
                 why = (
                     f"{shown(doubted[0])} belongs to another user, so it may not be what the "

@@ -725,6 +725,27 @@ def test_what_a_command_fetches_with_its_owner_is_what_others_get(
 
 
 @other_user.needs_root
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_command_may_give_the_destination_the_owner_in_the_store(
+    tmp_path: Path, exists: bool
+) -> None:
+    """As tar of an archive of ".", `cp -a` of a folder's content and `rsync -a` do."""
+    place = tmp_path / "there"
+    if exists:
+        place.mkdir()
+    owner = f"{other_user.UID}:{other_user.UID}"
+    node, said = pulling(place, f": > {{dst}}/b; chown -R {owner} {{dst}}", None)
+    node._fetch([0])
+    assert said[0]["why"] == ""
+    node.obey("tree", {"tree": said[0]["tree"]})
+    assert said[-1]["say"] == "complete"
+    assert said[-1]["gone"] == []
+    again, said = pulling(place, ": {dst}", None)
+    again._fetch([0])
+    assert "b belongs to another user" in said[0]["why"], "who may have put it there since"
+
+
+@other_user.needs_root
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("when", ["before the tree", "after the tree"])
 def test_what_another_user_puts_in_the_place_of_a_fetched_file_is_not_passed_on(
