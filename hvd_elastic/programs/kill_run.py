@@ -115,7 +115,8 @@ def is_elsewhere(pid: int, home: str) -> bool:
     variables = environment(pid)
     spool = variables.get(SPOOL)
     own = str(Path.home() / (home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"))
-    # Hosts of Ray and Spark may have a folder of their own, for this run alone.
+    # Hosts of Ray and Spark may have a folder of their own, for this run alone; that of its leader
+    # is not known there, so it counts as the caller's.
     homes = (own, variables.get(HOST_FOLDER) or own)
     return spool is not None and home_of(spool) not in map(os.path.realpath, homes)
 
