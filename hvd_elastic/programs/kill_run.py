@@ -49,6 +49,10 @@ LAUNCHES = re.compile(
     r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|mpiexec|orterun|prterun|horovod"
     r"|hvd[-_]elastic"
 )
+# Python programs and modules that may be PID 1 of a container, and are no launchers.
+SUPERVISORS = re.compile(
+    r"supervisord|supervisor\.supervisord|circusd|honcho|my_init|jupyter(lab|-\w+)?"
+)
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 # Maximum length of the command line that a pattern is searched in.
 MOST_LETTERS = 1 << 20
@@ -89,9 +93,16 @@ def launched(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> f
 
 
 def is_launcher(pid: int) -> bool:
-    """Return whether a program that starts workers is named in a process's command line."""
-    words = command_line(pid, MOST_LETTERS).split()
-    return any(LAUNCHES.match(word.rpartition("/")[2]) for word in words)
+    """Return whether a process may have started workers.
+
+    Its command line names a program that does, or is of Python: a script of any name may be one.
+    """
+    names = [word.rpartition("/")[2] for word in command_line(pid, MOST_LETTERS).split()]
+    if any(map(LAUNCHES.match, names)):
+        return True
+    # Not the name of the process: a program may give itself another one, and PyTorch does.
+    program = next((name for name in names[1:] if not name.startswith("-")), "")
+    return bool(names) and names[0].startswith("python") and not SUPERVISORS.fullmatch(program)
 
 
 def home_of(spool: str) -> str:
@@ -104,7 +115,8 @@ def is_elsewhere(pid: int, home: str) -> bool:
     variables = environment(pid)
     spool = variables.get(SPOOL)
     own = str(Path.home() / (home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic"))
-    # Hosts of Ray and Spark may have a folder of their own, for this run alone.
+    # Hosts of Ray and Spark may have a folder of their own, for this run alone; that of its leader
+    # is not known there, so it counts as the caller's.
     homes = (own, variables.get(HOST_FOLDER) or own)
     return spool is not None and home_of(spool) not in map(os.path.realpath, homes)
 

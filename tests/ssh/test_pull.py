@@ -200,7 +200,9 @@ def test_a_command_may_keep_the_owners_of_what_it_fetches(bed: Bed) -> None:
     result = bed("--pull", command, "/data/kept")
     assert result.status == 0, result.errors
     assert sum(result["fetched"]) == 1
-    result = bed("--pull", f"chmod 777 {{dst}}; {command}", "/data/kept")
+    for number in range(HOSTS):
+        (bed.data(number) / "kept").chmod(0o777)
+    result = bed("--pull", command, "/data/kept")
     assert result.status == 1
     assert "theirs belongs to another user" in " ".join(result["error"])
 

@@ -35,8 +35,19 @@ Bootstrap = Annotated[
     bool, option("first accept host keys and install your own key there", "--bootstrap")
 ]
 Yes = Annotated[bool, option("accept without asking, with --bootstrap", "--yes", "-y")]
-# Errors that another place for files helps against.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# Errors that another place for files helps against: full, read-only or closed, a file in the place
+# of a folder, and a file system without locks.
+UNWRITABLE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENOLCK,
+    errno.ENOTSUP,
+)
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
@@ -352,7 +363,9 @@ def build_horovod(
     except BrokenPipeError:  # of our own output
         raise
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        # tempfile names no file if it finds no folder that it can write to.
+        has_no_folder = isinstance(error, FileNotFoundError) and error.filename is None
+        if error.errno not in UNWRITABLE and not has_no_folder:
             raise BuildError(str(error)) from error
         place = error.filename2 or error.filename or "a file"
         raise BuildError(

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from hvd_elastic.programs.copy.renaming import SYNC_BYTES
 from hvd_elastic.programs.copy.tree import (
@@ -17,6 +17,7 @@ from hvd_elastic.programs.copy.tree import (
     Tree,
     decode,
     encode,
+    identity,
     is_excluded,
     is_foreign,
     list_names,
@@ -79,7 +80,7 @@ class Comparison:
         deletes: whether entries that the source does not have are removed.
         checksum: whether contents are compared even where size and time agree.
         passing: those of the patterns that keep nothing below a path that is to be removed.
-        trusted: paths of files that are the source's, whoever owns them.
+        trusted: identities of files that are the source's, whoever owns them, by path.
 
     Attributes:
         tree: the tree; a single file is turned into a folder with one entry.
@@ -104,7 +105,7 @@ class Comparison:
         deletes: bool,
         checksum: bool,
         passing: Collection[str] = (),
-        trusted: Collection[str] = (),
+        trusted: Mapping[str, tuple[int, int] | None] | None = None,
     ) -> None:
         root = place = os.path.realpath(place)
         if not tree.is_folder:
@@ -116,7 +117,7 @@ class Comparison:
         self.tree = tree
         self.folders = Folders(root)
         self.deletes = deletes
-        self.trusted = trusted
+        self.trusted = trusted or {}
         self._patterns = patterns
         self._keeping = [pattern for pattern in patterns if pattern not in passing]
         self.needed: list[int] = []
@@ -141,8 +142,8 @@ class Comparison:
                 checksum
                 or status.st_mtime_ns != file.mtime_ns
                 or (
-                    file.path not in trusted
-                    and is_foreign(status)
+                    is_foreign(status)
+                    and self.trusted.get(file.path) != identity(status)
                     and self.folders.others_write(file.path)
                 )
             ):

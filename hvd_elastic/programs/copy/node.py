@@ -231,14 +231,15 @@ class Destination(Node):
 
     Attributes:
         trusts: see :class:`Target`.
-        fetched_here: paths of the files that this host has fetched from a store for this copy.
+        fetched_here: identities of the files that this host has fetched from a store for this copy,
+            by path; None for files that nobody else could have put there.
     """
 
     trusts = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self.fetched_here: set[str] = set()
+        self.fetched_here: dict[str, tuple[int, int] | None] = {}
         self._plan: Comparison | None = None
         self._target: Target | None = None
         self._link: Link | None = None

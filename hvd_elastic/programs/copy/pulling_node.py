@@ -34,6 +34,7 @@ from hvd_elastic.programs.copy.tree import (
     copied_mode,
     decode,
     encode,
+    identity,
     is_foreign,
     make_folders,
     read_tree,
@@ -228,8 +229,8 @@ class Pull:
         """Return the name of a fetched file in our own folder: others may rename that folder."""
         return os.path.join(os.path.basename(self.fetched), encode(self.files[index].path))
 
-    def name(self, index: int) -> tuple[int, int, int, int]:
-        """Give a fetched file its final name; return number, size, time and mode.
+    def name(self, index: int) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
+        """Give a fetched file its final name; return number, size, time and mode, and identity.
 
         Raises:
             OSError: it cannot be renamed.
@@ -245,12 +246,18 @@ class Pull:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(name, 0o777 & ~self._umask, dir_fd=parent)
             parent, name = self._folders.of(path)
-            os.rename(self._name_of(index), name, src_dir_fd=self._own, dst_dir_fd=parent)
-            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        return index, status.st_size, status.st_mtime_ns, copied_mode(status)
+            # Of the file that has come: others may replace it as soon as it has its name.
+            number = os.open(self._name_of(index), os.O_PATH | os.O_NOFOLLOW, dir_fd=self._own)
+            try:
+                os.rename(self._name_of(index), name, src_dir_fd=self._own, dst_dir_fd=parent)
+                status = os.fstat(number)
+            finally:
+                os.close(number)
+        found = index, status.st_size, status.st_mtime_ns, copied_mode(status)
+        return found, identity(status)
 
     def foreign(self, patterns: list[str]) -> dict[str, tuple[int, int]]:
-        """Return inode and change time of each file and link that another user may have put there.
+        """Return the identity of each file and link that another user may have put there.
 
         They are by path. A file of another user that appears in a folder below the destination
         while the command runs is the command's: as root, tar and ``rsync -a`` keep owners.
@@ -258,10 +265,10 @@ class Pull:
         found = {}
         folders = Folders(self.place)  # of this moment: the command may replace some
         try:
-            for path in walk(self.place, patterns)[0].paths if os.path.isdir(self.place) else ():
+            for path in walk(self.place, patterns)[0].paths:
                 status = folders.status(path)
                 if status is not None and is_foreign(status) and folders.others_write(path):
-                    found[path] = (status.st_ino, status.st_ctime_ns)
+                    found[path] = identity(status)
         finally:
             folders.close()
         return found
@@ -437,17 +444,22 @@ class PullNode(Destination):
         if target is not None:
             indices = [index for index in indices if target.lacks(self._number(index))]
         patterns = self.config["patterns"]
-        before = {} if pull.has_list else pull.foreign(patterns)
+        before: dict[str, tuple[int, int]] = {}
+        was_open = False
+        if not pull.has_list:
+            make_folders(pull.place)
+            before = pull.foreign(patterns)
+            # Not afterwards: the command may give the destination its owner in the store.
+            was_open = pull.is_open()
         begun_ns = time.time_ns() - CLOCK_NS
         done = pull.fetch(indices) if indices else Fetched([], [], "")
         if self._ending:
             return
         self._failed = self._failed or bool(done.failed)
         if not pull.has_list:
+            now = pull.foreign(patterns) if done.came else {}
             tree = walk(pull.place, patterns)[0] if done.came else None
-            now = pull.foreign(patterns) if tree else {}
-            is_open = bool(now) and pull.is_open()
-            doubted = [path for path in now if is_open or before.get(path) == now[path]]
+            doubted = [path for path in now if was_open or before.get(path) == now[path]]
             if doubted:
                 why = (
                     f"{shown(doubted[0])} belongs to another user, so it may not be what the "
@@ -456,7 +468,7 @@ class PullNode(Destination):
                 )
                 done, tree = Fetched([], [ALL], why), None
             if tree:
-                self.fetched_here.update(file.path for file in tree.files)
+                self.fetched_here.update((file.path, now.get(file.path)) for file in tree.files)
             sizes = (
                 [file.size for file in tree.files if pull.is_new(file, begun_ns)] if tree else []
             )
@@ -472,8 +484,9 @@ class PullNode(Destination):
             return
         files = []
         if target is None:
-            files = [pull.name(index) for index in done.came]
-            self.fetched_here.update(pull.files[index].path for index in done.came)
+            for index in done.came:
+                found, self.fetched_here[pull.files[index].path] = pull.name(index)
+                files.append(found)
         else:
             self._adopt(target, pull, done.came)
         failed = set(done.failed)

@@ -33,6 +33,7 @@ from hvd_elastic.programs.copy.tree import (
     Tree,
     attributes_of,
     encode,
+    identity,
     is_foreign,
     list_names,
     make_folders,
@@ -829,8 +830,8 @@ class Target(Store):
     def problem(self, index: int, number: int) -> str:
         if index in self.digests:
             return ""
-        path = self.tree.files[index].path
-        if path not in self._plan.trusted and is_foreign(os.fstat(number)):
+        path, status = self.tree.files[index].path, os.fstat(number)
+        if is_foreign(status) and self._plan.trusted.get(path) != identity(status):
             folders = Folders(self._folders.root)  # feeders are threads: each needs its own
             try:
                 if folders.others_write(path):

@@ -103,6 +103,14 @@ def is_foreign(status: os.stat_result) -> bool:
     return status.st_uid not in (0, os.geteuid())
 
 
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """Return inode and change time of a file, of which another one in its place shares not both.
+
+    A new file may have the inode of one that was just removed.
+    """
+    return status.st_ino, status.st_ctime_ns
+
+
 def copied_mode(status: os.stat_result) -> int:
     """Return the mode of a file's copy: the set-uid bit would give it the rights of the copier."""
     mode = stat.S_IMODE(status.st_mode)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 from pathlib import Path
 
@@ -777,10 +778,14 @@ def test_a_failure_is_one_message_on_stderr(workshop, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: the disk is full\n"
 
 
-@pytest.mark.parametrize("fault", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize(
+    "name", ["EACCES", "ENOSPC", "EROFS", "ENOTDIR", "EEXIST", "ENOLCK", "ENOTSUP"]
+)
 def test_a_folder_that_cannot_be_written_is_named_with_the_variables(
-    workshop, monkeypatch, capsys, fault
+    workshop, monkeypatch, capsys, name
 ):
+    fault = getattr(errno, name)
+
     def fail(*_):
         raise OSError(fault, os.strerror(fault), "/cache/wheels")
 
@@ -790,6 +795,18 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_variables(
         f"error: /cache/wheels cannot be written: {os.strerror(fault)}; the wheel's folder is under"
     )
     assert f"{why} XDG_CACHE_HOME" in capsys.readouterr().err
+
+
+def test_no_folder_for_temporary_files_is_an_error_with_the_variables(
+    workshop, monkeypatch, capsys
+):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    monkeypatch.setattr(build_horovod, "build_wheel", lambda *_: tempfile.gettempdir())
+    assert command() == 1
+    told = capsys.readouterr().err
+    assert "No usable temporary directory found in ['/nonexistent']" in told
+    assert "the build's under TMPDIR" in told
 
 
 def test_what_another_folder_does_not_help_against_is_told_as_it_is(workshop, monkeypatch, capsys):

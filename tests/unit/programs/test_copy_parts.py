@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import threading
+import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -721,6 +722,67 @@ def test_what_a_command_fetches_with_its_owner_is_what_others_get(
         assert node._target is not None
         with path.open() as file:
             assert node._target.problem(0, file.fileno()) == ""
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_command_may_give_the_destination_the_owner_in_the_store(
+    tmp_path: Path, exists: bool
+) -> None:
+    """As tar of an archive of ".", `cp -a` of a folder's content and `rsync -a` do."""
+    place = tmp_path / "there"
+    if exists:
+        place.mkdir()
+    owner = f"{other_user.UID}:{other_user.UID}"
+    node, said = pulling(place, f": > {{dst}}/b; chown -R {owner} {{dst}}", None)
+    node._fetch([0])
+    assert said[0]["why"] == ""
+    node.obey("tree", {"tree": said[0]["tree"]})
+    assert said[-1]["say"] == "complete"
+    assert said[-1]["gone"] == []
+    again, said = pulling(place, ": {dst}", None)
+    again._fetch([0])
+    assert "b belongs to another user" in said[0]["why"], "who may have put it there since"
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("when", ["before the tree", "after the tree"])
+def test_what_another_user_puts_in_the_place_of_a_fetched_file_is_not_passed_on(
+    open_folder: Path, listed: bool, when: str
+) -> None:
+    place = open_folder / "there"
+    path = place / "below" / "b"
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o777)
+    command = f"printf 'good: b' > {{dst}}/below/b; chown {other_user.UID} {{dst}}/below/b; # "
+    files = [Listed("below/b", None)] if listed else None
+    node, said = pulling(place, command + "{path}" * listed, files)
+    node._fetch([0])
+    (answer,) = said
+    status = path.stat()
+    found = [("below/b", status.st_size, status.st_mtime_ns, 0o644)]
+    tree = answer["tree"] or wire.pack([True, found, [["", ANY, ANY]], [], [], [], []])
+
+    def replace() -> None:
+        path.unlink()  # the new file may get its inode
+        path.write_bytes(b"evil: b")
+        path.chmod(0o644)
+        os.utime(path, ns=(status.st_mtime_ns,) * 2)
+
+    time.sleep(0.05)  # a change time is known to some milliseconds
+    if when == "before the tree":
+        other_user.call(replace)
+    node.obey("tree", {"tree": tree})
+    gone = [["below/b", "it was changed after it was fetched"]]
+    assert said[-1]["gone"] == (gone if when == "before the tree" else [])
+    if when == "after the tree":
+        assert node._target is not None
+        with path.open() as file:
+            assert node._target.problem(0, file.fileno()) == ""
+        other_user.call(replace)
+        with path.open() as file:
+            assert node._target.problem(0, file.fileno()) == "it belongs to another user"
 
 
 @other_user.needs_root

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.programs import kill_run as kill_run_program
 from hvd_elastic.programs.dial_back import FOLDER_VARIABLE
 from hvd_elastic.programs.kill_run import SPOOL, VARIABLE
 from hvd_elastic.tools.kill import Target, kill_run
@@ -60,12 +61,13 @@ def makes_containers() -> bool:
 @other_user.needs_root
 @pytest.mark.skipif(not makes_containers(), reason="`unshare --pid --mount-proc` does not work")
 @pytest.mark.parametrize(
-    ("first", "strays"), [("init", STRAYS), ("supervisord", STRAYS), ("torchrun", [])]
+    ("first", "strays"),
+    [("init", STRAYS), ("supervisord", STRAYS), ("torchrun", []), ("launch.py", [])],
 )
 def test_a_worker_of_a_live_job_is_no_stray(tmp_path: Path, first: str, strays: list[str]) -> None:
     """In a container, whose first process gets the orphans, and may be the launcher."""
     program = shlex.join([sys.executable, "-c", LEFT])
-    if first == "supervisord":
+    if first in ("supervisord", "launch.py"):
         script = f"import os\nos.system({program!r})\n"
         command = [sys.executable, str(tmp_path / first)]
     else:
@@ -76,6 +78,29 @@ def test_a_worker_of_a_live_job_is_no_stray(tmp_path: Path, first: str, strays: 
     container = ["unshare", "--pid", "--fork", "--mount-proc", *command]
     done = subprocess.run(container, stdout=subprocess.PIPE, cwd=ROOT)
     assert json.loads(done.stdout) == strays
+
+
+@pytest.mark.parametrize(
+    ("command", "launches"),
+    [
+        ("python launch.py", True),
+        ("/opt/conda/bin/python3.12 -u /work/jupyter_train.py", True),
+        ("python -mtorch.distributed.run train.py", True),
+        ("python /x/torch/distributed/run.py train.py", True),
+        ("/usr/bin/python3 /usr/local/bin/accelerate launch train.py", True),
+        ("/usr/bin/python3 /usr/bin/supervisord -n", False),
+        ("python3 -m supervisor.supervisord", False),
+        ("/usr/bin/python3 -u /sbin/my_init", False),
+        ("/opt/conda/bin/python3.12 /opt/conda/bin/jupyter-lab", False),
+        ("sleep infinity", False),
+        ("", False),
+    ],
+)
+def test_a_python_program_may_be_a_launcher_unless_it_is_a_known_supervisor(
+    monkeypatch: pytest.MonkeyPatch, command: str, launches: bool
+) -> None:
+    monkeypatch.setattr(kill_run_program, "command_line", lambda *_: command)
+    assert kill_run_program.is_launcher(1) is launches
 
 
 def test_a_run_of_the_same_name_in_another_home_is_left_alone_and_named(
