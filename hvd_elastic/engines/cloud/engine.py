@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import HostSource, WaitReport, repeating
-from hvd_elastic.engines.cloud.machines import Machines
+from hvd_elastic.engines.cloud.machines import LEFT_OUT_S, Machines
 from hvd_elastic.engines.cloud.needs import RunNeeds
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
@@ -98,6 +98,8 @@ class CloudHosts:
         """Why machines cannot be reached, as of the last try, by id."""
         self.given_up: dict[str, str] = {}
         """Why machines were never used, by id."""
+        self._clash = (0.0, "")
+        """Until when no machine is asked for [monotonic s], and which two have one address."""
         self._joined: dict[str, Machine] = {}
         self._written: list[Host] = []
         self._there: dict[str, Machine] = {}
@@ -194,6 +196,8 @@ class CloudHosts:
                 if not self.machines.by:
                     raise CloudError(why)
                 self._give_up(each.id, why)
+                # The next one may well get that address too.
+                self._clash = time.monotonic() + setting_s("LEFT_OUT", LEFT_OUT_S), why
 
     def _give_up(self, machine_id: str, why: str) -> None:
         if machine_id not in self.given_up:
@@ -228,6 +232,9 @@ class CloudHosts:
         Raises:
             RunError: none can be had.
         """
+        until, why = self._clash
+        if time.monotonic() < until:
+            raise CloudError(why)
         if self.machines.left_s > leave_before_s():
             # Spot machines that are leaving count in the plan, which has their replacements.
             left = self.needs.leaving

@@ -14,6 +14,7 @@ import pytest
 from hvd_elastic.engines.cloud import engine, reach
 from hvd_elastic.engines.cloud.cluster import _leave
 from hvd_elastic.engines.cloud.engine import CloudHosts
+from hvd_elastic.engines.cloud.machines import LEFT_OUT_S
 from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
 from hvd_elastic.engines.growth import Grant, Growth, Limits
 from hvd_elastic.errors import RunError
@@ -260,6 +261,25 @@ def test_of_two_machines_with_one_address_the_newer_is_given_up(hosts, leases, c
     assert {each.grant_id for each in hosts.list()} == {"m0", "m2"}
     assert cloud.live == {"m0", "m2"}
     assert "m1 cannot be used, and is ended: machines m0 and m1 have one address, 10" in said[-1]
+
+
+def test_machines_at_one_address_are_not_ordered_without_end_and_the_error_names_it(
+    hosts, leases, cloud, said
+) -> None:
+    def share_address() -> None:
+        for name, each in cloud.machines.items():
+            cloud.machines[name] = replace(each, address="10.0.1.0", port=2200 + int(name[1:]))
+
+    cloud.after = share_address
+    hosts.least = 2
+    hosts._start_limit_s = 0.2
+    growth = Growth(hosts, Limits(4, 1, 0.0, 60.0, least=2), RunSpec((), "/"), said.append)
+    with pytest.raises(RunError, match=r"1 of 2 machines can be used: machines m0 and m1 have one"):
+        hosts.begin_with(growth)
+    assert len(cloud.machines) == 2
+    hosts._clash = (hosts._clash[0] - LEFT_OUT_S, hosts._clash[1])
+    hosts.begin(1, hosts.machines.live())
+    assert len(cloud.machines) == 3
 
 
 def test_cloud_up_refuses_two_machines_with_one_address(hosts, leases, cloud) -> None:
