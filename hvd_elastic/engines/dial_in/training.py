@@ -257,7 +257,7 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
             check_new_place(place)
         return RunFolder.create(run_id, fields), False
     before = folder.read_run().get("checkpoint_folder")
-    resumed = summarize(folder.iter_events()).attempts > 0
+    resumed = folder.began_elsewhere or summarize(folder.iter_events()).attempts > 0
     if (resumed and before != place) or (owner or name) != name:
         raise RunError(
             f"run {name} has its checkpoints in {before or folder.checkpoints}, and continues with "

@@ -420,6 +420,12 @@ def test_a_program_without_its_old_home_continues_from_its_checkpoint_folder(
         run(len, "", sizes=Sizes(1), options={**options, "run_id": "other"})
     if not named:
         del options["run_id"]
+
+    def no_hosts(_: DialInHosts) -> Any:
+        raise RunError("no executor is free")
+
+    with pytest.raises(RunError, match="no executor is free"):  # before the run's leader starts
+        train(Task.of(len, (), {}), Sizes(1), "127.0.0.1", "test", no_hosts, options)
     assert run(train_and_fail_once, *args, sizes=Sizes(1), options=options) == 1
     (folder,) = list_runs()
     assert folder.run_id == "again"
