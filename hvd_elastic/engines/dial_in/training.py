@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from hvd_elastic.checkpoint.manifests import find_checkpoints
-from hvd_elastic.checkpoint.place import check_new_place
+from hvd_elastic.checkpoint.place import UnfinishedNote, check_new_place
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dial_in.fixed_ranks import FixedRanks
@@ -179,6 +179,8 @@ def train(
         )
         folder, resumed = _run_folder(run_id, spec)
         began(folder)
+        if spec.checkpoint_folder is not None:
+            UnfinishedNote(spec.checkpoint_folder, folder.run_id, engine).write()
         with having(folder.hosts) as (hosts, check):
             hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
             if hosts.slots < sizes.wanted:
@@ -227,7 +229,8 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
     """Return the folder of a new run, or of the one that this program is to continue.
 
     That is the run of this name, or without a name the one whose checkpoints are in the place that
-    is given, if it was led by such a program and has not finished.
+    is given, if it was led by such a program and has not finished. Where its folder is not here, a
+    note in the place has to say so.
 
     Returns:
         The folder, and whether the run has begun before.
@@ -251,9 +254,12 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
                         f"that run, or give run {run_id} a checkpoint_folder of its own"
                     )
             if folder is None and owner and name == owner:  # the driver had another home
-                check_new_place(place, owner)
-                _tell(f"run {owner} continues from its checkpoints in {place}; its folder is new")
-                return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
+                if UnfinishedNote(place, owner, spec.engine).is_there:
+                    check_new_place(place, owner)
+                    _tell(
+                        f"run {owner} continues from its checkpoints in {place}; its folder is new"
+                    )
+                    return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
             check_new_place(place)
         return RunFolder.create(run_id, fields), False
     before = folder.read_run().get("checkpoint_folder")
@@ -354,6 +360,8 @@ def _lead(
         text = failure[0].traceback.rstrip() if failure else ""
         more = "" if text in finish.message else f"\n{text}"
         raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
+    if spec.checkpoint_folder is not None:
+        UnfinishedNote(spec.checkpoint_folder, folder.run_id, spec.engine).remove()
     return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")
 
 

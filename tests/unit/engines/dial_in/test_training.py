@@ -420,6 +420,9 @@ def test_a_program_without_its_old_home_continues_from_its_checkpoint_folder(
         run(len, "", sizes=Sizes(1), options={**options, "run_id": "other"})
     if not named:
         del options["run_id"]
+    with pytest.raises(CheckpointError, match="holds a checkpoint of run again"):
+        train(Task.of(len, (), {}), Sizes(1), "127.0.0.1", "other", on_this_machine(1), options)
+    assert not list_runs()
 
     def no_hosts(_: DialInHosts) -> Any:
         raise RunError("no executor is free")
@@ -430,6 +433,10 @@ def test_a_program_without_its_old_home_continues_from_its_checkpoint_folder(
     (folder,) = list_runs()
     assert folder.run_id == "again"
     assert any(isinstance(event, Restored) for event in folder.iter_events())
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "third"))
+    with pytest.raises(CheckpointError, match="holds a checkpoint of run again"):
+        run(len, "", sizes=Sizes(1), options=options)  # the run has succeeded
+    assert not list_runs()
 
 
 @pytest.mark.parametrize("named", [True, False])
