@@ -98,6 +98,8 @@ class CloudHosts:
         """Why machines cannot be reached, as of the last try, by id."""
         self.given_up: dict[str, str] = {}
         """Why machines were never used, by id."""
+        self._lost: set[str] = set()
+        """Machines that the run has left since it lost them, by id."""
         self._clash = (0.0, "")
         """Until when no machine is asked for [monotonic s], and which two have one address."""
         self._joined: dict[str, Machine] = {}
@@ -311,6 +313,9 @@ class CloudHosts:
             time.sleep(wait_s)
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
+        for each in {*grant_ids} & self._lost - self.given_up.keys():
+            self.given_up[each] = "it is lost"
+            self._tell(f"machine {each} is lost, and is ended")
         self._ending |= {*grant_ids}
         self._stop(grant_ids)
 
@@ -321,7 +326,7 @@ class CloudHosts:
 
     def leave_host(self, grant_id: str, *, is_lost: bool = False) -> None:
         if is_lost:
-            self.given_up.setdefault(grant_id, "it is lost")
+            self._lost.add(grant_id)
         with self._changing:
             self._joined.pop(grant_id, None)
         self._write()

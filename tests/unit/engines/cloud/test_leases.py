@@ -194,13 +194,19 @@ def test_a_machine_of_cloud_up_that_is_drained_is_ended(hosts, cloud, of_cloud_u
 
 
 def test_a_machine_of_cloud_up_that_is_lost_is_ended_and_replaced_and_a_surplus_one_stays(
-    hosts, cloud, of_cloud_up, said
+    hosts, cloud, of_cloud_up, said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = RunSpec((), "/", np=2)
     growth = Growth(hosts, Limits(4, 1, 0.0, 60.0), spec, said.append)
     growth.look_at_grants(0.0)
     growth.read_event(HostLost("10.0.1.0", "no heartbeat", 5.0), 0.0)
-    growth.look_at_grants(61.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(hosts, "in_use", lambda each: each == "m0")  # by another job of a cluster
+        for now in (61.0, 62.0):
+            growth.look_at_grants(now)
+        assert "m0" in cloud.live
+    growth.look_at_grants(63.0)
+    assert "machine m0 is lost, and is ended" in said
     for now in (66.0, 71.0):
         growth.look_at_grants(now)
     assert cloud.live == {"m1", "m2"}
