@@ -112,6 +112,9 @@ class CloudHosts:
         self.start_s: float | None = None
         """Longest time that a machine took from its order until it could be used [s]."""
         self.needs = RunNeeds(machines, tell, objective)
+        orders = machines.folder.intents()
+        self._found = {each.token for each in orders if not machines.by or each.by != machines.by}
+        """Tokens of the orders of earlier commands, such as ``cloud up``."""
         self._ending: set[str] = set()
         """Machines that are not needed any more, by id; own ones are ended again until they have
         ended."""
@@ -157,6 +160,8 @@ class CloudHosts:
         self._prepared |= dict.fromkeys(self._reach.preparing, now)
         began = {**self._since, **self._prepared}
         late = {each for each in live if now - began[each] >= self._start_limit_s}
+        if self.start_s is None:  # it may be this computer that cannot reach any
+            late -= {each for each in late if live[each].tags.get("token") in self._found}
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
         ending = [each for each in live if each in self.given_up or each in self._ending]

@@ -187,6 +187,29 @@ def test_a_spare_machine_of_cloud_up_that_cannot_be_reached_any_more_is_ended(
     assert said[-1].startswith("machine m0 cannot be used, and is ended: host 10.0.1.0: no")
 
 
+@pytest.mark.parametrize("by", ["run r1", ""])
+def test_machines_of_cloud_up_stay_where_this_computer_can_reach_none(
+    hosts, cloud, of_cloud_up, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    hosts.machines.by = by  # of a run, or of cloud up once more
+    leases = Leases()
+    hosts = CloudHosts(tmp_path / "hosts", hosts.machines, hosts._reach, said.append)
+    monkeypatch.setattr(hosts._reach, "renew", leases.renew)
+    hosts._start_limit_s = 0.0
+    hosts.begin(1, hosts.machines.live())
+    leases.bad = dict.fromkeys(("m0", "m1", "m2"), 1000)
+    assert [each.grant_id for each in hosts.list()] == ["m0", "m1"]
+    hosts._reach.unfit.add("m1")
+    hosts.list()
+    assert cloud.live == {"m0"}
+    del leases.bad["m0"]
+    hosts.begin(1, hosts.machines.live())
+    leases.bad = {"m0": 1000}
+    hosts.list()  # m3 can be reached
+    hosts.list()
+    assert cloud.live == {"m3"}
+
+
 def test_a_machine_of_cloud_up_that_is_drained_is_ended(hosts, cloud, of_cloud_up, said) -> None:
     hosts.stop_host("10.0.1.0")
     assert cloud.live == {"m1"}
