@@ -158,7 +158,7 @@ class CloudHosts:
         self._ending.intersection_update(live)
         # The command that prepares a machine takes the time that it takes.
         self._prepared |= dict.fromkeys(self._reach.preparing, now)
-        began = {**self._since, **self._prepared}
+        began = {each: max(at, self._prepared.get(each, at)) for each, at in self._since.items()}
         late = {each for each in live if now - began[each] >= self._start_limit_s}
         if self.start_s is None:  # it may be this computer that cannot reach any
             late -= {each for each in late if live[each].tags.get("token") in self._found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,18 @@ def test_a_spare_machine_of_cloud_up_that_cannot_be_reached_any_more_is_ended(
     assert [each.grant_id for each in hosts.list()] == ["m1"]
     assert cloud.live == {"m1"}
     assert said[-1].startswith("machine m0 cannot be used, and is ended: host 10.0.1.0: no")
+
+
+def test_a_spare_machine_of_cloud_up_that_was_prepared_long_ago_is_waited_for(
+    hosts, leases, cloud, of_cloud_up
+) -> None:
+    hosts._prepared["m0"] = time.monotonic() - 3600.0
+    hosts.cancel(["m0"])
+    hosts.list()
+    leases.bad = {"m0": 1}
+    hosts.ask((), "")
+    assert {each.grant_id: each.runs for each in hosts.list()} == {"m0": False, "m1": True}
+    assert {each.grant_id: each.runs for each in hosts.list()} == {"m0": True, "m1": True}
 
 
 @pytest.mark.parametrize("by", ["run r1", ""])
