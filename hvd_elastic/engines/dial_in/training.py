@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import signal
 import sys
@@ -53,6 +54,9 @@ OPTIONS = (
     *("objective", "min_speedup_per_slot", "deadline_s", "target_examples"),
 )
 """Options of an elastic run, which are those of ``hvd-elastic run``."""
+_LEAST = {"checkpoint_every_s": 0, "keep_checkpoints": 1, "checkpoint_copies": 0, "spares": 0}
+_ABOVE_0 = ("failure_timeout_s", "min_speedup_per_slot", "deadline_s", "target_examples")
+"""Bounds of options, which are those of ``hvd-elastic run`` too."""
 
 _LOOK_S = 1.0
 """Time between two checks whether more hosts are to come [s]."""
@@ -218,9 +222,12 @@ def _check_values(options: Mapping[str, Any]) -> None:
         check_patience(
             options.get("failure_timeout_s", RunSpec.failure_timeout_s), "failure_timeout_s"
         )
-        for name in ("spares", "checkpoint_copies"):
-            if options.get(name, 0) < 0:
-                raise UsageError(f"{name} is {options[name]}; it must be 0 or more")
+        for name, least in _LEAST.items():
+            if not least <= options.get(name, least) < math.inf:
+                raise UsageError(f"{name} is {options[name]}; it must be {least} or more")
+        for name in _ABOVE_0:
+            if (value := options.get(name)) is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name} is {value}; it must be a number above 0")
     except (UsageError, msgspec.ValidationError) as error:
         raise ArgumentError(f"options of the run: {error}") from None
 

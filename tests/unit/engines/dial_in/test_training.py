@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import cloudpickle
 import psutil
 import pytest
 
+from hvd_elastic.cli.runs.run_options import RunOptions
+from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.engines.dial_in import fixed_ranks, training
 from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
@@ -544,6 +546,10 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
         run(train_elastically)
 
 
+EFFICIENCY = {"policy": "goodput", "objective": "efficiency"}
+COST = {"policy": "goodput", "objective": "cost", "deadline_s": 60.0, "target_examples": 1.0}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -555,6 +561,12 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
         ({"policy": "goodput", "objective": "cost"}, "objective cost needs a deadline_s$"),
         ({"spares": -1}, "spares is -1; it must be 0 or more"),
         ({"checkpoint_copies": -1}, "checkpoint_copies is -1; it must be 0 or more"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is 0; it must be 1 or more"),
+        ({"checkpoint_every_s": -1.0}, r"checkpoint_every_s is -1\.0; it must be 0 or more"),
+        ({"failure_timeout_s": float("nan")}, "failure_timeout_s is nan; it must be a number abov"),
+        ({**EFFICIENCY, "min_speedup_per_slot": 0.0}, r"slot is 0\.0; it must be a number above 0"),
+        ({**COST, "deadline_s": -60.0}, r"deadline_s is -60\.0; it must be a number above 0"),
+        ({**COST, "target_examples": -1.0}, r"target_examples is -1\.0; it must be a number above"),
         ({"failure_timeout_s": 0.1}, r"failure_timeout_s 0\.1 is below two heartbeats"),
         ({"checkpoint_every_s": "often"}, r"Expected `float`, got `str` - at .*every_s"),
         ({"policy": "goodput", "min_speedup_per_slot": "1"}, r"Expected `float`, got `str`"),
@@ -567,6 +579,18 @@ def test_values_of_options_are_checked_before_anything_starts(
     with pytest.raises(UsageError, match=said):
         run(len, "", sizes=Sizes(1), options=options)
     assert not list_runs()
+
+
+def test_the_bounds_of_options_are_those_of_hvd_elastic_run() -> None:
+    hints = get_type_hints(ObjectiveOptions, include_extras=True)
+    hints |= get_type_hints(RunOptions, include_extras=True)
+    bounds = [(name, least, least - 1) for name, least in training._LEAST.items()]
+    bounds += [(name, 1, 0) for name in training._ABOVE_0 if name in hints]  # a deadline is a text
+    for name, valid, refused in bounds:
+        parse = hints[name].__metadata__[0].parser
+        assert parse(valid) == valid
+        with pytest.raises(UsageError, match=f"not '{refused}'"):
+            parse(refused)
 
 
 def test_unknown_options_are_refused_with_the_valid_ones():
