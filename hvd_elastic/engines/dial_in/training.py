@@ -163,7 +163,7 @@ def train(
             with having(None) as (hosts, check):
                 return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
         _check_values(options)
-        run_id = options.pop("run_id", None)
+        run_id = options.pop("run_id", None) or None  # a new name for an empty one
         if (place := options.get("checkpoint_folder")) is not None and not is_url(str(place)):
             options["checkpoint_folder"] = str(Path(place).absolute())
         objective = Objective(

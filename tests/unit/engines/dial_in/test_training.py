@@ -581,6 +581,18 @@ def test_values_of_options_are_checked_before_anything_starts(
     assert not list_runs()
 
 
+def test_an_empty_run_id_chooses_a_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    task = Task.of(len, (), {})
+
+    def no_hosts(_: DialInHosts) -> Any:
+        raise RunError("no node is free")
+
+    with pytest.raises(RunError, match="no node is free"):
+        train(task, Sizes(1), "127.0.0.1", "ray", no_hosts, {"run_id": ""})
+    assert len(list_runs()) == 1
+
+
 def test_the_bounds_of_options_are_those_of_hvd_elastic_run() -> None:
     hints = get_type_hints(ObjectiveOptions, include_extras=True)
     hints |= get_type_hints(RunOptions, include_extras=True)
