@@ -135,7 +135,7 @@ class LeaseHolder:
         on_other: Callable[[Lease, bool], None],
     ) -> None:
         self.lease = lease
-        self._place = _Folder(place) if isinstance(place, Path) else place
+        self._place = PlainFolder(place) if isinstance(place, Path) else place
         self._on_settled = on_settled
         self._on_other = on_other
         self._settled = False
@@ -179,7 +179,7 @@ def find_lease(place: Path | CheckpointUrl) -> Lease | None:
     Waits for up to ``PATIENCE_S`` to see whether an existing lease is being renewed.
     """
     watch = LeaseWatch(secrets.token_hex(8))
-    folder = _Folder(place) if isinstance(place, Path) else place
+    folder = PlainFolder(place) if isinstance(place, Path) else place
     with contextlib.suppress(OSError, HvdElasticError):
         while (verdict := watch.check(found := _read(folder), _now())) == "open":
             time.sleep(_LOOK_S)
@@ -187,7 +187,7 @@ def find_lease(place: Path | CheckpointUrl) -> Lease | None:
     return None
 
 
-class _Folder:
+class PlainFolder:
     """A folder with the methods of :class:`CheckpointUrl` that a lease needs."""
 
     def __init__(self, path: Path) -> None:
@@ -206,7 +206,7 @@ class _Folder:
         (self._path / name).unlink(missing_ok=True)
 
 
-def _read(place: _Folder | CheckpointUrl) -> Lease | None:
+def _read(place: PlainFolder | CheckpointUrl) -> Lease | None:
     """Return the lease at ``place``; None if there is no such file."""
     text = place.read_file(_NAME)
     if not text:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvd_elastic.checkpoint.lease import find_lease
+from hvd_elastic.checkpoint.lease import PlainFolder, find_lease
 from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
     check_folder,
@@ -19,6 +20,8 @@ from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.urls import is_url
+
+_UNFINISHED = "unfinished.json"  # beside the checkpoints
 
 
 def check_new_place(place: str, run_id: str | None = None) -> None:
@@ -59,6 +62,37 @@ def check_place(place: Path | CheckpointUrl, run_id: str | None) -> list[Checkpo
         found, name = find_checkpoints(place), str(place)
     check_owner(found, name, run_id)
     return found
+
+
+class UnfinishedNote:
+    """A note beside the checkpoints that a run has not succeeded, which its engine can continue.
+
+    By it a program knows its run on another machine, where no other record of that is. Errors in
+    writing are not reported: checkpoints use the same storage, and report them.
+
+    Args:
+        place: ``--checkpoint-dir``.
+        engine: what gives the run its hosts.
+    """
+
+    def __init__(self, place: str, run_id: str, engine: str | None) -> None:
+        self._files = CheckpointUrl(place) if is_url(place) else PlainFolder(Path(place))
+        self._text = json.dumps({"run": run_id, "engine": engine}).encode()
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether there is the note of this run and engine."""
+        with contextlib.suppress(OSError, CheckpointError):
+            return self._files.read_file(_UNFINISHED) == self._text
+        return False
+
+    def write(self) -> None:
+        with contextlib.suppress(OSError, CheckpointError):
+            self._files.write_file(_UNFINISHED, self._text)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError, CheckpointError):
+            self._files.remove_file(_UNFINISHED)
 
 
 class CheckpointStore:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import HostSource, WaitReport, repeating
-from hvd_elastic.engines.cloud.machines import Machines
+from hvd_elastic.engines.cloud.machines import LEFT_OUT_S, Machines
 from hvd_elastic.engines.cloud.needs import RunNeeds
 from hvd_elastic.engines.cloud.provider import (
     CapacityError,
@@ -98,6 +98,10 @@ class CloudHosts:
         """Why machines cannot be reached, as of the last try, by id."""
         self.given_up: dict[str, str] = {}
         """Why machines were never used, by id."""
+        self._lost: set[str] = set()
+        """Machines that the run has left since it lost them, by id."""
+        self._clash = (0.0, "")
+        """Until when no machine is asked for [monotonic s], and which two have one address."""
         self._joined: dict[str, Machine] = {}
         self._written: list[Host] = []
         self._there: dict[str, Machine] = {}
@@ -108,6 +112,9 @@ class CloudHosts:
         self.start_s: float | None = None
         """Longest time that a machine took from its order until it could be used [s]."""
         self.needs = RunNeeds(machines, tell, objective)
+        orders = machines.folder.intents()
+        self._found = {each.token for each in orders if not machines.by or each.by != machines.by}
+        """Tokens of the orders of earlier commands, such as ``cloud up``."""
         self._ending: set[str] = set()
         """Machines that are not needed any more, by id; own ones are ended again until they have
         ended."""
@@ -151,8 +158,10 @@ class CloudHosts:
         self._ending.intersection_update(live)
         # The command that prepares a machine takes the time that it takes.
         self._prepared |= dict.fromkeys(self._reach.preparing, now)
-        began = {**self._since, **self._prepared}
+        began = {each: max(at, self._prepared.get(each, at)) for each, at in self._since.items()}
         late = {each for each in live if now - began[each] >= self._start_limit_s}
+        if self.start_s is None:  # it may be this computer that cannot reach any
+            late -= {each for each in late if live[each].tags.get("token") in self._found}
         for each in (late | self._reach.unfit) & live.keys() - self._renewed.keys():
             self._give_up(each, self._why.get(each, f"it is {live[each].state}"))
         ending = [each for each in live if each in self.given_up or each in self._ending]
@@ -194,6 +203,8 @@ class CloudHosts:
                 if not self.machines.by:
                     raise CloudError(why)
                 self._give_up(each.id, why)
+                # The next one may well get that address too.
+                self._clash = time.monotonic() + setting_s("LEFT_OUT", LEFT_OUT_S), why
 
     def _give_up(self, machine_id: str, why: str) -> None:
         if machine_id not in self.given_up:
@@ -228,6 +239,9 @@ class CloudHosts:
         Raises:
             RunError: none can be had.
         """
+        until, why = self._clash
+        if time.monotonic() < until:
+            raise CloudError(why)
         if self.machines.left_s > leave_before_s():
             # Spot machines that are leaving count in the plan, which has their replacements.
             left = self.needs.leaving
@@ -304,6 +318,9 @@ class CloudHosts:
             time.sleep(wait_s)
 
     def cancel(self, grant_ids: Sequence[str]) -> None:
+        for each in {*grant_ids} & self._lost - self.given_up.keys():
+            self.given_up[each] = "it is lost"
+            self._tell(f"machine {each} is lost, and is ended")
         self._ending |= {*grant_ids}
         self._stop(grant_ids)
 
@@ -314,7 +331,7 @@ class CloudHosts:
 
     def leave_host(self, grant_id: str, *, is_lost: bool = False) -> None:
         if is_lost:
-            self.given_up.setdefault(grant_id, "it is lost")
+            self._lost.add(grant_id)
         with self._changing:
             self._joined.pop(grant_id, None)
         self._write()

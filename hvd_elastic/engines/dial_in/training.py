@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import signal
 import sys
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 
 from hvd_elastic.checkpoint.manifests import find_checkpoints
-from hvd_elastic.checkpoint.place import check_new_place
+from hvd_elastic.checkpoint.place import UnfinishedNote, check_new_place
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dial_in.fixed_ranks import FixedRanks
@@ -53,6 +54,9 @@ OPTIONS = (
     *("objective", "min_speedup_per_slot", "deadline_s", "target_examples"),
 )
 """Options of an elastic run, which are those of ``hvd-elastic run``."""
+_LEAST = {"checkpoint_every_s": 0, "keep_checkpoints": 1, "checkpoint_copies": 0, "spares": 0}
+_ABOVE_0 = ("failure_timeout_s", "min_speedup_per_slot", "deadline_s", "target_examples")
+"""Bounds of options, which are those of ``hvd-elastic run`` too."""
 
 _LOOK_S = 1.0
 """Time between two checks whether more hosts are to come [s]."""
@@ -159,7 +163,7 @@ def train(
             with having(None) as (hosts, check):
                 return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
         _check_values(options)
-        run_id = options.pop("run_id", None)
+        run_id = options.pop("run_id", None) or None  # a new name for an empty one
         if (place := options.get("checkpoint_folder")) is not None and not is_url(str(place)):
             options["checkpoint_folder"] = str(Path(place).absolute())
         objective = Objective(
@@ -179,6 +183,8 @@ def train(
         )
         folder, resumed = _run_folder(run_id, spec)
         began(folder)
+        if spec.checkpoint_folder is not None:
+            UnfinishedNote(spec.checkpoint_folder, folder.run_id, engine).write()
         with having(folder.hosts) as (hosts, check):
             hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
             if hosts.slots < sizes.wanted:
@@ -216,9 +222,12 @@ def _check_values(options: Mapping[str, Any]) -> None:
         check_patience(
             options.get("failure_timeout_s", RunSpec.failure_timeout_s), "failure_timeout_s"
         )
-        for name in ("spares", "checkpoint_copies"):
-            if options.get(name, 0) < 0:
-                raise UsageError(f"{name} is {options[name]}; it must be 0 or more")
+        for name, least in _LEAST.items():
+            if not least <= options.get(name, least) < math.inf:
+                raise UsageError(f"{name} is {options[name]}; it must be {least} or more")
+        for name in _ABOVE_0:
+            if (value := options.get(name)) is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name} is {value}; it must be a number above 0")
     except (UsageError, msgspec.ValidationError) as error:
         raise ArgumentError(f"options of the run: {error}") from None
 
@@ -227,7 +236,8 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
     """Return the folder of a new run, or of the one that this program is to continue.
 
     That is the run of this name, or without a name the one whose checkpoints are in the place that
-    is given, if it was led by such a program and has not finished.
+    is given, if it was led by such a program and has not finished. Where its folder is not here, a
+    note in the place has to say so.
 
     Returns:
         The folder, and whether the run has begun before.
@@ -251,13 +261,16 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
                         f"that run, or give run {run_id} a checkpoint_folder of its own"
                     )
             if folder is None and owner and name == owner:  # the driver had another home
-                check_new_place(place, owner)
-                _tell(f"run {owner} continues from its checkpoints in {place}; its folder is new")
-                return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
+                if UnfinishedNote(place, owner, spec.engine).is_there:
+                    check_new_place(place, owner)
+                    _tell(
+                        f"run {owner} continues from its checkpoints in {place}; its folder is new"
+                    )
+                    return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
             check_new_place(place)
         return RunFolder.create(run_id, fields), False
     before = folder.read_run().get("checkpoint_folder")
-    resumed = summarize(folder.iter_events()).attempts > 0
+    resumed = folder.began_elsewhere or summarize(folder.iter_events()).attempts > 0
     if (resumed and before != place) or (owner or name) != name:
         raise RunError(
             f"run {name} has its checkpoints in {before or folder.checkpoints}, and continues with "
@@ -354,6 +367,8 @@ def _lead(
         text = failure[0].traceback.rstrip() if failure else ""
         more = "" if text in finish.message else f"\n{text}"
         raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
+    if spec.checkpoint_folder is not None:
+        UnfinishedNote(spec.checkpoint_folder, folder.run_id, spec.engine).remove()
     return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")
 
 

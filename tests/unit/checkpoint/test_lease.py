@@ -17,7 +17,7 @@ import pytest
 
 from hvd_elastic.checkpoint import lease as leases
 from hvd_elastic.checkpoint.lease import PATIENCE_S, Lease, LeaseHolder, LeaseWatch, find_lease
-from hvd_elastic.checkpoint.place import check_new_place
+from hvd_elastic.checkpoint.place import UnfinishedNote, check_new_place
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError
 from tests.paths import LIMIT_S
@@ -127,7 +127,7 @@ def test_who_was_frozen_until_another_had_the_lease_is_told_so(tmp_path: Path) -
     counts = itertools.count()
     while frozen.others.empty():
         text = json.dumps(asdict(renewed(OTHER, next(counts)))).encode()
-        leases._Folder(tmp_path).write_file("leader.json", text)
+        leases.PlainFolder(tmp_path).write_file("leader.json", text)
         time.sleep(0.1)
     found, lost = frozen.others.get()
     assert (found.leader, lost) == ("other", True)
@@ -154,5 +154,19 @@ def test_a_place_that_cannot_be_written_or_read_is_no_reason_to_wait(tmp_path: P
 def test_what_is_no_lease_is_looked_at_again(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"run": 1}', '{"format": 2}'):
         (tmp_path / "leader.json").write_text(text)
-        found = leases._read(leases._Folder(tmp_path))
+        found = leases._read(leases.PlainFolder(tmp_path))
         assert LeaseWatch("own").check(found, 0.0) == "open", text
+
+
+def test_a_note_that_a_run_is_unfinished_is_of_its_engine_until_it_is_removed(
+    place: Path | CheckpointUrl,
+) -> None:
+    note = UnfinishedNote(str(place), "r1", "spark")
+    assert not note.is_there
+    note.write()
+    assert UnfinishedNote(str(place), "r1", "spark").is_there
+    assert not UnfinishedNote(str(place), "r1", "ray").is_there
+    assert not UnfinishedNote(str(place), "r2", "spark").is_there
+    note.remove()
+    note.remove()
+    assert not note.is_there

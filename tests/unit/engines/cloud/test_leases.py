@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hvd_elastic.engines.cloud import engine, reach
 from hvd_elastic.engines.cloud.cluster import _leave
 from hvd_elastic.engines.cloud.engine import CloudHosts
+from hvd_elastic.engines.cloud.machines import LEFT_OUT_S
 from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
 from hvd_elastic.engines.growth import Grant, Growth, Limits
 from hvd_elastic.errors import RunError
@@ -186,6 +188,41 @@ def test_a_spare_machine_of_cloud_up_that_cannot_be_reached_any_more_is_ended(
     assert said[-1].startswith("machine m0 cannot be used, and is ended: host 10.0.1.0: no")
 
 
+def test_a_spare_machine_of_cloud_up_that_was_prepared_long_ago_is_waited_for(
+    hosts, leases, cloud, of_cloud_up
+) -> None:
+    hosts._prepared["m0"] = time.monotonic() - 3600.0
+    hosts.cancel(["m0"])
+    hosts.list()
+    leases.bad = {"m0": 1}
+    hosts.ask((), "")
+    assert {each.grant_id: each.runs for each in hosts.list()} == {"m0": False, "m1": True}
+    assert {each.grant_id: each.runs for each in hosts.list()} == {"m0": True, "m1": True}
+
+
+@pytest.mark.parametrize("by", ["run r1", ""])
+def test_machines_of_cloud_up_stay_where_this_computer_can_reach_none(
+    hosts, cloud, of_cloud_up, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    hosts.machines.by = by  # of a run, or of cloud up once more
+    leases = Leases()
+    hosts = CloudHosts(tmp_path / "hosts", hosts.machines, hosts._reach, said.append)
+    monkeypatch.setattr(hosts._reach, "renew", leases.renew)
+    hosts._start_limit_s = 0.0
+    hosts.begin(1, hosts.machines.live())
+    leases.bad = dict.fromkeys(("m0", "m1", "m2"), 1000)
+    assert [each.grant_id for each in hosts.list()] == ["m0", "m1"]
+    hosts._reach.unfit.add("m1")
+    hosts.list()
+    assert cloud.live == {"m0"}
+    del leases.bad["m0"]
+    hosts.begin(1, hosts.machines.live())
+    leases.bad = {"m0": 1000}
+    hosts.list()  # m3 can be reached
+    hosts.list()
+    assert cloud.live == {"m3"}
+
+
 def test_a_machine_of_cloud_up_that_is_drained_is_ended(hosts, cloud, of_cloud_up, said) -> None:
     hosts.stop_host("10.0.1.0")
     assert cloud.live == {"m1"}
@@ -193,13 +230,19 @@ def test_a_machine_of_cloud_up_that_is_drained_is_ended(hosts, cloud, of_cloud_u
 
 
 def test_a_machine_of_cloud_up_that_is_lost_is_ended_and_replaced_and_a_surplus_one_stays(
-    hosts, cloud, of_cloud_up, said
+    hosts, cloud, of_cloud_up, said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = RunSpec((), "/", np=2)
     growth = Growth(hosts, Limits(4, 1, 0.0, 60.0), spec, said.append)
     growth.look_at_grants(0.0)
     growth.read_event(HostLost("10.0.1.0", "no heartbeat", 5.0), 0.0)
-    growth.look_at_grants(61.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(hosts, "in_use", lambda each: each == "m0")  # by another job of a cluster
+        for now in (61.0, 62.0):
+            growth.look_at_grants(now)
+        assert "m0" in cloud.live
+    growth.look_at_grants(63.0)
+    assert "machine m0 is lost, and is ended" in said
     for now in (66.0, 71.0):
         growth.look_at_grants(now)
     assert cloud.live == {"m1", "m2"}
@@ -260,6 +303,25 @@ def test_of_two_machines_with_one_address_the_newer_is_given_up(hosts, leases, c
     assert {each.grant_id for each in hosts.list()} == {"m0", "m2"}
     assert cloud.live == {"m0", "m2"}
     assert "m1 cannot be used, and is ended: machines m0 and m1 have one address, 10" in said[-1]
+
+
+def test_machines_at_one_address_are_not_ordered_without_end_and_the_error_names_it(
+    hosts, leases, cloud, said
+) -> None:
+    def share_address() -> None:
+        for name, each in cloud.machines.items():
+            cloud.machines[name] = replace(each, address="10.0.1.0", port=2200 + int(name[1:]))
+
+    cloud.after = share_address
+    hosts.least = 2
+    hosts._start_limit_s = 0.2
+    growth = Growth(hosts, Limits(4, 1, 0.0, 60.0, least=2), RunSpec((), "/"), said.append)
+    with pytest.raises(RunError, match=r"1 of 2 machines can be used: machines m0 and m1 have one"):
+        hosts.begin_with(growth)
+    assert len(cloud.machines) == 2
+    hosts._clash = (hosts._clash[0] - LEFT_OUT_S, hosts._clash[1])
+    hosts.begin(1, hosts.machines.live())
+    assert len(cloud.machines) == 3
 
 
 def test_cloud_up_refuses_two_machines_with_one_address(hosts, leases, cloud) -> None:

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import cloudpickle
 import psutil
 import pytest
 
+from hvd_elastic.cli.runs.run_options import RunOptions
+from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.engines.dial_in import fixed_ranks, training
 from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS, FixedRanks
 from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
@@ -420,10 +422,23 @@ def test_a_program_without_its_old_home_continues_from_its_checkpoint_folder(
         run(len, "", sizes=Sizes(1), options={**options, "run_id": "other"})
     if not named:
         del options["run_id"]
+    with pytest.raises(CheckpointError, match="holds a checkpoint of run again"):
+        train(Task.of(len, (), {}), Sizes(1), "127.0.0.1", "other", on_this_machine(1), options)
+    assert not list_runs()
+
+    def no_hosts(_: DialInHosts) -> Any:
+        raise RunError("no executor is free")
+
+    with pytest.raises(RunError, match="no executor is free"):  # before the run's leader starts
+        train(Task.of(len, (), {}), Sizes(1), "127.0.0.1", "test", no_hosts, options)
     assert run(train_and_fail_once, *args, sizes=Sizes(1), options=options) == 1
     (folder,) = list_runs()
     assert folder.run_id == "again"
     assert any(isinstance(event, Restored) for event in folder.iter_events())
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "third"))
+    with pytest.raises(CheckpointError, match="holds a checkpoint of run again"):
+        run(len, "", sizes=Sizes(1), options=options)  # the run has succeeded
+    assert not list_runs()
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -531,6 +546,10 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
         run(train_elastically)
 
 
+EFFICIENCY = {"policy": "goodput", "objective": "efficiency"}
+COST = {"policy": "goodput", "objective": "cost", "deadline_s": 60.0, "target_examples": 1.0}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -542,6 +561,12 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
         ({"policy": "goodput", "objective": "cost"}, "objective cost needs a deadline_s$"),
         ({"spares": -1}, "spares is -1; it must be 0 or more"),
         ({"checkpoint_copies": -1}, "checkpoint_copies is -1; it must be 0 or more"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is 0; it must be 1 or more"),
+        ({"checkpoint_every_s": -1.0}, r"checkpoint_every_s is -1\.0; it must be 0 or more"),
+        ({"failure_timeout_s": float("nan")}, "failure_timeout_s is nan; it must be a number abov"),
+        ({**EFFICIENCY, "min_speedup_per_slot": 0.0}, r"slot is 0\.0; it must be a number above 0"),
+        ({**COST, "deadline_s": -60.0}, r"deadline_s is -60\.0; it must be a number above 0"),
+        ({**COST, "target_examples": -1.0}, r"target_examples is -1\.0; it must be a number above"),
         ({"failure_timeout_s": 0.1}, r"failure_timeout_s 0\.1 is below two heartbeats"),
         ({"checkpoint_every_s": "often"}, r"Expected `float`, got `str` - at .*every_s"),
         ({"policy": "goodput", "min_speedup_per_slot": "1"}, r"Expected `float`, got `str`"),
@@ -554,6 +579,30 @@ def test_values_of_options_are_checked_before_anything_starts(
     with pytest.raises(UsageError, match=said):
         run(len, "", sizes=Sizes(1), options=options)
     assert not list_runs()
+
+
+def test_an_empty_run_id_chooses_a_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    task = Task.of(len, (), {})
+
+    def no_hosts(_: DialInHosts) -> Any:
+        raise RunError("no node is free")
+
+    with pytest.raises(RunError, match="no node is free"):
+        train(task, Sizes(1), "127.0.0.1", "ray", no_hosts, {"run_id": ""})
+    assert len(list_runs()) == 1
+
+
+def test_the_bounds_of_options_are_those_of_hvd_elastic_run() -> None:
+    hints = get_type_hints(ObjectiveOptions, include_extras=True)
+    hints |= get_type_hints(RunOptions, include_extras=True)
+    bounds = [(name, least, least - 1) for name, least in training._LEAST.items()]
+    bounds += [(name, 1, 0) for name in training._ABOVE_0 if name in hints]  # a deadline is a text
+    for name, valid, refused in bounds:
+        parse = hints[name].__metadata__[0].parser
+        assert parse(valid) == valid
+        with pytest.raises(UsageError, match=f"not '{refused}'"):
+            parse(refused)
 
 
 def test_unknown_options_are_refused_with_the_valid_ones():
