@@ -205,6 +205,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
             for host in others:
                 spool = spools[host]
                 described = self._store.folder / f".tmp-description-{shard.sha256[:12]}"
+                self._note_progress()
                 try:
                     agents[host].put(shard.path, f"{spool}/{shard.file}")
                     described.write_bytes(encode(shard.manifest()))

@@ -51,7 +51,7 @@ LAUNCHES = re.compile(
 )
 # Python programs and modules that may be PID 1 of a container, and are no launchers.
 SUPERVISORS = re.compile(
-    r"supervisord|supervisor\.supervisord|circusd|honcho|my_init|jupyter(lab|-\w+)?"
+    r"(supervisor\.)?supervisord|(circus\.)?circusd|honcho|my_init|jupyter(lab|hub)?(-[\w-]+)?"
 )
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 # Maximum length of the command line that a pattern is searched in.

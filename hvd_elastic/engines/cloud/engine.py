@@ -290,12 +290,12 @@ class CloudHosts:
                         return [self._there[each.grant_id] for each in grants]
                 else:
                     growth.look_at_grants(time.monotonic())
-                    if len(self._joined) >= self.least:
-                        return [*self._joined.values()]
             except CredentialsError:
                 raise
             except CloudError as refusal:  # tried again
                 error = str(refusal)
+            if growth is not None and len(self._joined) >= self.least:  # more may join later
+                return [*self._joined.values()]
             reasons = {error, *(self._why.get(each, "") for each in self._since)} - {""}
             number = len(self._since) if growth is None else self.least
             text = f"{len(self._renewed)} of {count(number, 'machine')} can be used"

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from hvd_elastic.programs.copy.renaming import SYNC_BYTES
 from hvd_elastic.programs.copy.tree import (
@@ -105,7 +105,7 @@ class Comparison:
         deletes: bool,
         checksum: bool,
         passing: Collection[str] = (),
-        trusted: Mapping[str, tuple[int, int] | None] | None = None,
+        trusted: dict[str, tuple[int, int] | None] | None = None,
     ) -> None:
         root = place = os.path.realpath(place)
         if not tree.is_folder:

@@ -665,9 +665,13 @@ class Target(Store):
     def _touch(self, file: File) -> None:
         parent, name = self._folders.of(file.path)
         number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=parent)
+        trusted = self._plan.trusted
         try:
+            is_trusted = trusted.get(file.path) == identity(os.fstat(number))
             os.fchmod(number, file.mode)
             os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
+            if is_trusted:
+                trusted[file.path] = identity(os.fstat(number))
         finally:
             os.close(number)
 

@@ -698,7 +698,8 @@ def test_what_a_command_fetches_with_its_owner_is_what_others_get(
     place = tmp_path / "there"
     path = place / "below" / "b"
     command = f"chown {other_user.UID} {place}/below; : > {{dst}}/below/b; "
-    command += f"chown {other_user.UID} {{dst}}/below/b; # "
+    # Its bit is removed at the end, which changes the file.
+    command += f"chown {other_user.UID} {{dst}}/below/b; chmod u+s {{dst}}/below/b; # "
     if listed:
         path.parent.mkdir(parents=True)
     else:

@@ -92,6 +92,8 @@ def test_a_worker_of_a_live_job_is_no_stray(tmp_path: Path, first: str, strays: 
         ("python3 -m supervisor.supervisord", False),
         ("/usr/bin/python3 -u /sbin/my_init", False),
         ("/opt/conda/bin/python3.12 /opt/conda/bin/jupyter-lab", False),
+        ("/opt/conda/bin/python3.12 /opt/conda/bin/jupyterhub-singleuser --ip=0.0.0.0", False),
+        ("python -m circus.circusd circus.ini", False),
         ("sleep infinity", False),
         ("", False),
     ],

@@ -16,7 +16,12 @@ from hvd_elastic.engines.cloud import engine, reach
 from hvd_elastic.engines.cloud.cluster import _leave
 from hvd_elastic.engines.cloud.engine import CloudHosts
 from hvd_elastic.engines.cloud.machines import LEFT_OUT_S
-from hvd_elastic.engines.cloud.provider import CloudError, CredentialsError, Machine
+from hvd_elastic.engines.cloud.provider import (
+    CapacityError,
+    CloudError,
+    CredentialsError,
+    Machine,
+)
 from hvd_elastic.engines.growth import Grant, Growth, Limits
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
@@ -322,6 +327,28 @@ def test_machines_at_one_address_are_not_ordered_without_end_and_the_error_names
     hosts._clash = (hosts._clash[0] - LEFT_OUT_S, hosts._clash[1])
     hosts.begin(1, hosts.machines.live())
     assert len(cloud.machines) == 3
+
+
+@pytest.mark.parametrize("why", ["capacity", "address"])
+def test_a_run_begins_with_the_fewest_though_no_more_can_be_had(
+    hosts, leases, cloud, said, why: str
+) -> None:
+    """Two are wanted; it asks for more while it trains."""
+
+    def after() -> None:
+        if why == "capacity":
+            cloud.refusals = {offer.name: CapacityError("none") for offer in POOLS}
+        for name, each in cloud.machines.items():
+            port = 2200 + int(name[1:])
+            cloud.machines[name] = replace(each, address="10.0.1.0", port=port)
+
+    leases.bad = {"m0": 3}  # it is being booted when the second one is asked for
+    cloud.after = after
+    hosts._start_limit_s = 2.0
+    limits = Limits(4, 1, 0.0, 60.0, least=1)
+    growth = Growth(hosts, limits, RunSpec((), "/", np=2), said.append)
+    hosts.begin_with(growth)
+    assert [*hosts._joined] == ["m0"]
 
 
 def test_cloud_up_refuses_two_machines_with_one_address(hosts, leases, cloud) -> None:
