@@ -97,7 +97,10 @@ def is_launcher(pid: int) -> bool:
 
     Its command line names a program that does, or is of Python: a script of any name may be one.
     """
-    names = [word.rpartition("/")[2] for word in command_line(pid, MOST_LETTERS).split()]
+    words = command_line(pid, MOST_LETTERS).split()
+    # A folder is none, as in: sh -c "cd /work/hvd_elastic && …"
+    words = [word for word in words if not ("/" in word and os.path.isdir(word))]  # noqa: PTH112
+    names = [word.rpartition("/")[2] for word in words]
     if any(map(LAUNCHES.match, names)):
         return True
     # Not the name of the process: a program may give itself another one, and PyTorch does.

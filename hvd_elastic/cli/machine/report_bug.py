@@ -130,7 +130,7 @@ def _parts(folder: RunFolder | None) -> Iterator[str]:
     yield f"# hvd_elastic {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield f"\n## packages of {sys.prefix}\n"
     # a package without a name is one that was removed, of which a file is left
-    named = [each for each in distributions() if each.name]
+    named = [each for each in distributions() if "Name" in (each.metadata or ())]
     found = {each.name: each.version for each in named if _PACKAGES.match(each.name)}
     yield from (f"{name} {version}" for name, version in sorted(found.items()))
     # The logs of a run say what its imports did, which takes seconds of all cores to try.

@@ -105,6 +105,16 @@ def test_a_python_program_may_be_a_launcher_unless_it_is_a_known_supervisor(
     assert kill_run_program.is_launcher(1) is launches
 
 
+def test_a_folder_of_that_name_is_no_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "hvd_elastic"
+    monkeypatch.setattr(kill_run_program, "command_line", lambda *_: f"sh -c cd {place} && serve")
+    assert kill_run_program.is_launcher(1)
+    place.mkdir()
+    assert not kill_run_program.is_launcher(1)
+
+
 def test_a_run_of_the_same_name_in_another_home_is_left_alone_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
