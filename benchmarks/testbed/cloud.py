@@ -229,6 +229,7 @@ class Cloud:
         ).instances[0]
         with self._lock:
             instance = self._adopt(model, (type_, zone, False))
+            instance.began -= self.hidden_s  # it is there for a while, so lists have it
         self._boot(instance, "", "")
         return instance
 
