@@ -7,28 +7,37 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+
+@contextlib.contextmanager
+def _handled(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, object], None]
+) -> Iterator[None]:
+    """Call ``handler`` for these signals; handlers from before are back afterwards.
+
+    A signal that is ignored, as by nohup, stays so.
+    """
+    found = {number: signal.getsignal(number) for number in numbers}
+    before = {number: each for number, each in found.items() if each != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, each in before.items():
+            signal.signal(number, each)
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, so that what the block has started is ended too.
-
-    A signal that is ignored, as by nohup, stays so. Handlers from before are back afterwards.
-    """
+    """Let SIGTERM and SIGHUP raise SystemExit, so that what the block has started is ended too."""
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, end)
-    try:
+    with _handled((signal.SIGTERM, signal.SIGHUP), end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -39,14 +48,10 @@ def delayed_signals() -> Iterator[None]:
     """
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, lambda number, _frame: came.append(number))
     try:
-        yield
+        with _handled(numbers, lambda number, _frame: came.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
 

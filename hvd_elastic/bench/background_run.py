@@ -56,7 +56,6 @@ class BackgroundRun:
         self._advice = advice
         words = ["run", "--detach", "--hostfile", str(hostfile), "--checkpoint-every", "0"]
         self._words = [*words, *options, "--np", str(slots), "--", *command]
-        self._block = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as block:

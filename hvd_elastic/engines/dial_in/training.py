@@ -260,13 +260,11 @@ def _run_folder(run_id: str | None, spec: RunSpec) -> tuple[RunFolder, bool]:
                         f"{place} holds checkpoints of run {owner}: leave run_id out to continue "
                         f"that run, or give run {run_id} a checkpoint_folder of its own"
                     )
-            if folder is None and owner and name == owner:  # the driver had another home
-                if UnfinishedNote(place, owner, spec.engine).is_there:
-                    check_new_place(place, owner)
-                    _tell(
-                        f"run {owner} continues from its checkpoints in {place}; its folder is new"
-                    )
-                    return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
+            had_another_home = folder is None and name == owner
+            if owner and had_another_home and UnfinishedNote(place, owner, spec.engine).is_there:
+                check_new_place(place, owner)
+                _tell(f"run {owner} continues from its checkpoints in {place}; its folder is new")
+                return RunFolder.create(owner, {**fields, "began_elsewhere": True}), True
             check_new_place(place)
         return RunFolder.create(run_id, fields), False
     before = folder.read_run().get("checkpoint_folder")
