@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -88,6 +89,11 @@ class VirtualRay:
     def processes(self, host: str, command: str = "") -> list[psutil.Process]:
         """Return its processes on a host whose command line begins so."""
         mark = self.recorded.mark
-        marked = [p for p in self.cluster.pids(host) if environment(p).get(MARK) == mark]
-        found = [psutil.Process(pid) for pid in marked]
-        return [each for each in found if " ".join(each.cmdline()).startswith(command)]
+        found = []
+        for pid in self.cluster.pids(host):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process = psutil.Process(pid)
+                is_marked = environment(pid).get(MARK) == mark
+                if is_marked and " ".join(process.cmdline()).startswith(command):
+                    found.append(process)
+        return found
