@@ -1,6 +1,6 @@
 #!/bin/sh
-# Tries the README's commands as a new user of another Debian would: in a folder that debootstrap fills
-# with that release's own packages, and in a clone of this checkout. Needs root and debootstrap.
+# Tries the README's commands as a new user of another Debian or Ubuntu would: in a folder that debootstrap
+# fills with that release's own packages, and in a clone of this checkout. Needs root and debootstrap.
 # Usage: test_debian.sh RELEASE [COMMAND…]   (default: "make demo" "make test")
 #
 # The folder is made in TMPDIR (/var/tmp), takes some 10 GB, and is removed at the end unless a command
@@ -25,11 +25,25 @@ for program in debootstrap git unshare; do
         exit 1
     fi
 done
-if [ ! -e "/usr/share/debootstrap/scripts/$release" ]; then
+case $release in
+    jammy | noble) system=Ubuntu like=jammy components=main,universe keyring=ubuntu-archive-keyring ;;
+    *) system=Debian like=$release components=main keyring=debian-archive-keyring ;;
+esac
+if [ ! -e "/usr/share/debootstrap/scripts/$like" ]; then
     echo "error: debootstrap knows no release $release; newer ones need a newer debootstrap" >&2
     exit 2
 fi
-mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' 2>/dev/null | sort -u | head -n 1)
+if [ ! -e "/usr/share/keyrings/$keyring.gpg" ]; then
+    echo "error: the keys that sign $system's packages are missing: /usr/share/keyrings/$keyring.gpg; install the package $keyring" >&2
+    exit 1
+fi
+mirror=$(apt-get indextargets --format '$(REPO_URI)' "Origin: $system" "Label: $system" 2>/dev/null | sort -u | head -n 1)
+if [ -z "$mirror" ]; then
+    case $system in
+        Ubuntu) mirror=http://archive.ubuntu.com/ubuntu ;;
+        Debian) mirror=http://deb.debian.org/debian ;;
+    esac
+fi
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 root=$(mktemp -d "${TMPDIR:-/var/tmp}/hvd_elastic-$release.XXXXXX")
 chmod 755 "$root"
@@ -39,7 +53,8 @@ trap 'exit 130' INT TERM
 
 echo "Making $release in $root"
 # what a user has before reading the README; make installs the rest
-if ! debootstrap --variant=minbase --include=ca-certificates,git,make,python3 "$release" "$root" ${mirror:+"$mirror"} >"$log" 2>&1; then
+if ! debootstrap --force-check-gpg --keyring="/usr/share/keyrings/$keyring.gpg" --components="$components" --variant=minbase \
+    --include=ca-certificates,git,make,python3 "$release" "$root" "$mirror" "/usr/share/debootstrap/scripts/$like" >"$log" 2>&1; then
     tail -n 5 "$log" >&2
     echo "error: debootstrap failed; the whole log: $log" >&2
     exit 1
@@ -81,7 +96,9 @@ for command in "$@"; do
     [ $status = 0 ] || break
 done
 inside '
-    printf "%s: Debian %s, " "$(date +%F)" "$(cat /etc/debian_version)"
+    . /etc/os-release
+    [ "$ID" != debian ] || PRETTY_NAME="Debian $(cat /etc/debian_version)"
+    printf "%s: %s, " "$(date +%F)" "$PRETTY_NAME"
     python3 --version
     gcc --version | head -n 1
     cmake --version | head -n 1
