@@ -26,15 +26,17 @@ for program in debootstrap git unshare; do
     fi
 done
 case $release in
-    jammy | noble) system=Ubuntu like=jammy components=main,universe keyring=ubuntu-archive-keyring ;;
-    *) system=Debian like=$release components=main keyring=debian-archive-keyring ;;
+    jammy | noble) system=Ubuntu like=jammy components=main,universe keys=ubuntu ;;
+    *) system=Debian like=$release components=main keys=debian ;;
 esac
 if [ ! -e "/usr/share/debootstrap/scripts/$like" ]; then
     echo "error: debootstrap knows no release $release; newer ones need a newer debootstrap" >&2
     exit 2
 fi
-if [ ! -e "/usr/share/keyrings/$keyring.gpg" ]; then
-    echo "error: the keys that sign $system's packages are missing: /usr/share/keyrings/$keyring.gpg; install the package $keyring" >&2
+keyring=/usr/share/keyrings/$keys-archive-keyring.gpg
+if [ ! -e "$keyring" ]; then
+    package=$([ $keys = debian ] && echo debian-archive-keyring || echo ubuntu-keyring)
+    echo "error: the keys that sign $system's packages are missing: $keyring; get the package $package (Debian 13 and Ubuntu 22.04 have both systems' keys)" >&2
     exit 1
 fi
 mirror=$(apt-get indextargets --format '$(REPO_URI)' "Origin: $system" "Label: $system" 2>/dev/null | sort -u | head -n 1)
@@ -53,7 +55,7 @@ trap 'exit 130' INT TERM
 
 echo "Making $release in $root"
 # what a user has before reading the README; make installs the rest
-if ! debootstrap --force-check-gpg --keyring="/usr/share/keyrings/$keyring.gpg" --components="$components" --variant=minbase \
+if ! debootstrap --force-check-gpg --keyring="$keyring" --components="$components" --variant=minbase \
     --include=ca-certificates,git,make,python3 "$release" "$root" "$mirror" "/usr/share/debootstrap/scripts/$like" >"$log" 2>&1; then
     tail -n 5 "$log" >&2
     echo "error: debootstrap failed; the whole log: $log" >&2
