@@ -25,18 +25,19 @@ for program in debootstrap git unshare; do
         exit 1
     fi
 done
+# All of Ubuntu is made by one script of debootstrap's, which is there before a release has a name for it.
 case $release in
-    jammy | noble) system=Ubuntu like=jammy components=main,universe keys=ubuntu ;;
-    *) system=Debian like=$release components=main keys=debian ;;
+    jammy | noble) system=Ubuntu like=jammy components=main,universe keyring=ubuntu-archive-keyring.gpg ;;
+    *) system=Debian like=$release components=main keyring=debian-archive-keyring.gpg ;;
 esac
+keyring=/usr/share/keyrings/$keyring
 if [ ! -e "/usr/share/debootstrap/scripts/$like" ]; then
     echo "error: debootstrap knows no release $release; newer ones need a newer debootstrap" >&2
     exit 2
 fi
-keyring=/usr/share/keyrings/$keys-archive-keyring.gpg
 if [ ! -e "$keyring" ]; then
-    package=$([ $keys = debian ] && echo debian-archive-keyring || echo ubuntu-keyring)
-    echo "error: the keys that sign $system's packages are missing: $keyring; get the package $package (Debian 13 and Ubuntu 22.04 have both systems' keys)" >&2
+    echo "error: there is no $keyring, the keys of $system's packages; Debian 13 and Ubuntu have them in" >&2
+    echo "  debian-archive-keyring and ubuntu-keyring" >&2
     exit 1
 fi
 mirror=$(apt-get indextargets --format '$(REPO_URI)' "Origin: $system" "Label: $system" 2>/dev/null | sort -u | head -n 1)

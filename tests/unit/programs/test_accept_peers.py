@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import socket
 import subprocess
@@ -52,12 +53,14 @@ def welcome(peer: socket.socket) -> None:
 
 
 @pytest.fixture
-def refusals() -> list[str]:
-    return []
+def refusals() -> queue.Queue[str]:
+    return queue.Queue()
 
 
 @pytest.fixture
-def address(refusals: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+def address(
+    refusals: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(module, "MOST_STRANGERS", 8)
     listener = socket.create_server(("127.0.0.1", 0), backlog=200)
     found: tuple[str, int] = listener.getsockname()
@@ -67,7 +70,7 @@ def address(refusals: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
             listener,
             admit,
             welcome,
-            lambda _, error: refusals.append(str(error)),
+            lambda _, error: refusals.put(str(error)),
         ),
     )
     loop.start()
@@ -92,12 +95,15 @@ def is_ended(stranger: socket.socket) -> bool:
         return True
 
 
-def test_peers_are_let_in_and_others_refused(address: tuple[str, int], refusals: list[str]) -> None:
+def test_peers_are_let_in_and_others_refused(
+    address: tuple[str, int], refusals: queue.Queue[str]
+) -> None:
     with socket.create_connection(address, TIMEOUT_S) as stranger:
         stranger.sendall(b"yek")
         assert is_ended(stranger)
     assert is_let_in(address)
-    assert refusals == ["another key"]
+    assert refusals.get(timeout=TIMEOUT_S) == "another key"  # told after its connection is closed
+    assert refusals.empty()
 
 
 def test_the_oldest_of_too_many_strangers_makes_room(address: tuple[str, int]) -> None:
