@@ -48,7 +48,7 @@ test-engines: $(ENGINES)  ## install Slurm, Spark and Ray, build Kubernetes once
 test-trainers: $(TRAINERS)  ## install Lightning and Hugging Face's Trainer, and run their tests
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/trainers $(ARGS)
 
-test-debian:  ## run make demo and make test on another Debian, made by debootstrap: RELEASE=trixie
+test-debian:  ## run make demo and make test on another Debian or Ubuntu, made by debootstrap: RELEASE=trixie
 	@sh scripts/test_debian.sh "$(RELEASE)" $(ARGS)
 
 lint: $(READY)  ## check style, format, types and the oldest Python

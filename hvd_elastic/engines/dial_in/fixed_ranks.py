@@ -29,6 +29,8 @@ MOST_RESTARTS = 3
 _CONSEQUENCES_S = 2.0
 """How long the other ranks get to end by themselves after one has failed [s]: what is seen first
 may be a consequence of what comes next."""
+_LAST_LINES_S = 20.0
+"""How long the last lines of a rank that has ended may take to come from a busy host [s]."""
 _REASON_S = 0.5
 """How long an engine may take to tell that it has ended a host on purpose [s]."""
 _LOOK_S = 0.05
@@ -254,7 +256,7 @@ class _Attempt:
                 outcome = _unpacked(data)
                 self._events.put(_Told(rank))
         status = process.wait()
-        process.wait_drained(_CONSEQUENCES_S)
+        process.wait_drained(_LAST_LINES_S)
         lines.end()
         if outcome is not None and not outcome.error:
             status = 0  # what an interpreter does after that is of no interest

@@ -22,14 +22,14 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 50
     def __getitem__(self, index):
-        time.sleep(0.03)
+        time.sleep(0.3)
         return torch.zeros(2)
 
 print("made by the script")
 hvd.init()
 model = torch.nn.Linear(2, 1)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-loader = hvd.DataLoader(Slow(), 8, shuffle=True)
+loader = hvd.DataLoader(Slow(), 2, shuffle=True)
 
 @hvd.run
 def train(state):
@@ -62,8 +62,8 @@ def test_a_loader_is_measured_without_training(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # and nothing that the script prints
     assert found["examples"] > 0
-    assert found["examples_per_s"] <= 1 / 0.03
-    assert (found["batch_size"], found["processes"]) == (8, 0)
+    assert found["examples_per_s"] <= 1 / 0.3
+    assert (found["batch_size"], found["processes"]) == (2, 0)
     assert found["cpu_s"] < found["seconds"]
     assert found["bound"] == "storage"  # it sleeps
     assert "made by the script" in done.stderr

@@ -261,13 +261,14 @@ def test_limits_and_shares_are_told_and_outlive_the_daemon(
     monkeypatch.setattr("hvd_elastic.jobs.shares._SAVE_S", 0.0)
     place.limits.write_text('[each]\nweight = 2\nmost_jobs = 1\n[all]\nlongest_time = "1s"\n')
     daemon = Running(place, hosts(place))
-    first, second = submit(place), submit(place)
+    request = JobRequest("train", SPEC, kind=JobKind.FIXED, max_np=1)
+    first, second = ask_daemon(place, Submit([request, request], {})).jobs
 
     def row() -> dict[str, Any]:
         (found,) = ask_daemon(place, ShowLimits()).data["users"]
         return dict(found)
 
-    daemon.until(lambda: "may have 1 job at a time" in daemon.job(second).reason)
+    daemon.until(lambda: "may have 1 job at a time" in place.events.read_text())
     daemon.until(lambda: daemon.job(first).status is JobStatus.FAILED)
     message = daemon.job(first).message
     assert message.startswith("time limit of 1.0 s of all users together: hvd-elastic requeue")
@@ -517,7 +518,13 @@ def test_hosts_are_told_without_a_daemon(
     assert "has no daemon" in err
 
 
-def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder) -> None:
+def test_silent_host_is_lost_if_other_runs_hear_from_theirs(
+    place: ClusterFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = tmp_path / "trial"  # that no host passes, over when there is a file "seen"
+    trial.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/seen ]; do sleep 0.02; done\nexit 1\n")
+    trial.chmod(0o700)
+    monkeypatch.setattr("hvd_elastic.jobs.health.sys.executable", str(trial))
     hosts(place).write_text("a slots=1\nb slots=1\n")
     daemon = Running(place, hosts(place))
     number = submit(place, TRAINS="1", CUT_OFF="1")
@@ -538,6 +545,7 @@ def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder
     assert (job.held, job.eta) == ({"a": 1}, None)
     submit(place, TRAINS="1")
     daemon.until(lambda: (rows()[0][2] or "").endswith(", being tried"))
+    (tmp_path / "seen").touch()
     daemon.until(lambda: [state for state, *_ in rows()] == ["lost", "up"])
     daemon.down(leave_jobs=False)
 
@@ -626,10 +634,14 @@ def test_a_leader_that_could_not_be_started_again_is_when_it_can(
     daemon = Running(place, hosts(place))
     number = submit(place)
     folder = RunFolder(runs_folder() / daemon.job(number).run_id)
-    daemon.until(lambda: leads(daemon, number) and folder.leader().get("pid"))
+
+    def started() -> list[bool]:
+        return [e.resumed for e in folder.read_events() if isinstance(e, RunStarted)]
+
+    daemon.until(lambda: started() == [False] and folder.leader().get("pid"))
     is_full.touch()
     os.kill(folder.leader()["pid"], signal.SIGKILL)
-    daemon.until(lambda: [e.resumed for e in folder.read_events() if isinstance(e, RunStarted)][1:])
+    daemon.until(lambda: started()[1:])
     assert not is_full.exists()
     assert daemon.job(number).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
@@ -771,6 +783,7 @@ def test_a_host_that_starts_nothing_of_a_user_goes_to_others_at_once(
         answers.write_text(f"#!/bin/sh\nprintf '%s' '{told}'\n")
         answers.chmod(0o700)
         monkeypatch.setattr("hvd_elastic.jobs.health.sys.executable", str(answers))
+        monkeypatch.setattr("hvd_elastic.jobs.progress._BARRED_S", (600.0,))
         daemon = Running(place, hostfile)
         refused = {"kind": "warning", "t": time.time(), "unusable_host": "a", "fatal": False}
         refused |= {"message": "Permission denied"}
@@ -880,7 +893,7 @@ def test_a_keeper_that_comes_again_at_once_waits(monkeypatch: pytest.MonkeyPatch
 def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 4.0)  # it is cancelled within that
+    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 8.0)  # it is cancelled within that
     ended = subprocess.Popen(["true"])
     ended.wait()
     with shared_place() as place:

@@ -132,6 +132,7 @@ def test_hosts_are_asked_for_the_memory_of_their_gpus(
     tool.write_text("#!/bin/sh\nprintf '40536, NVIDIA A100-SXM4-40GB\\n%.0s' 1 2\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("hvd_elastic.jobs.asked_hosts._LIMIT_S", LIMIT_S)
     hosts(place).write_text("localhost slots=1\n")
     daemon = Running(place, hosts(place))
 

@@ -82,7 +82,10 @@ def test_command_that_hangs_floods_or_fails_hurts_nobody(
     notifier.close()
 
 
-def test_daemon_tells_of_its_jobs(place: ClusterFolder, tmp_path: Path) -> None:
+def test_daemon_tells_of_its_jobs(
+    place: ClusterFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_LAST_S", LIMIT_S)
     told = tmp_path / "told"
     daemon = Running(place, hosts(place), notify=f"cat >> {shlex.quote(str(told))}")
     number = submit(place)
@@ -102,9 +105,10 @@ def test_daemon_tells_of_its_jobs(place: ClusterFolder, tmp_path: Path) -> None:
 
 
 def test_user_is_told_of_a_job_in_its_folder_and_environment(
-    place: ClusterFolder, tmp_path: Path
+    place: ClusterFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of its end, at which its environment is removed from the queue."""
+    monkeypatch.setattr(notify, "_LAST_S", LIMIT_S)
     folder = tmp_path / "of the job"
     folder.mkdir()
     daemon = Running(place, hosts(place))

@@ -25,8 +25,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFolder:
     return ClusterFolder.create("test")
 
 
-def test_one_who_looks_for_a_daemon_is_not_taken_for_one(place: ClusterFolder) -> None:
+def test_one_who_looks_for_a_daemon_is_not_taken_for_one(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who looks holds the lock for a moment, as ``queue`` does beside ``up``."""
+    monkeypatch.setattr("hvd_elastic.records.process_lock._TRIES", 4000)
     with (place.path / "daemon.lock").open("w") as looks:
         fcntl.flock(looks, fcntl.LOCK_SH)
         ends = threading.Timer(0.2, fcntl.flock, (looks, fcntl.LOCK_UN))

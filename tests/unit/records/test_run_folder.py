@@ -148,7 +148,10 @@ def test_a_killed_leader_is_seen_at_once(tmp_path: Path) -> None:
     assert not folder.leader_alive()
 
 
-def test_asking_does_not_keep_a_leader_from_starting(tmp_path: Path) -> None:
+def test_asking_does_not_keep_a_leader_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.records.process_lock._TRIES", 4000)
     folder = RunFolder.create("a", root=tmp_path)
     done = threading.Event()
 

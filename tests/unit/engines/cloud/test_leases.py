@@ -344,7 +344,7 @@ def test_a_run_begins_with_the_fewest_though_no_more_can_be_had(
 
     leases.bad = {"m0": 3}  # it is being booted when the second one is asked for
     cloud.after = after
-    hosts._start_limit_s = 2.0
+    hosts._start_limit_s = LONG_S
     limits = Limits(4, 1, 0.0, 60.0, least=1)
     growth = Growth(hosts, limits, RunSpec((), "/", np=2), said.append)
     hosts.begin_with(growth)

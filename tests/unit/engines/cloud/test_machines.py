@@ -214,8 +214,9 @@ def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list
 
 
 def test_a_machine_that_was_just_started_is_ended_although_no_list_shows_it_yet(
-    folder, said
+    folder, said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_CLOUD_SETTLE_S", "600")
     cloud = Cloud(hidden_s=1e9)
     started = machines_of(folder, cloud, said).start(2, (), SPOT)
     assert len(started) == 2
@@ -314,7 +315,10 @@ def test_spot_machines_are_spread_over_the_pools(folder, said) -> None:
     assert [(order.offer, order.count) for order in cloud.orders] == [(POOLS[0], 2), (POOLS[1], 2)]
 
 
-def test_machines_that_no_list_shows_yet_count_with_their_price_and_market(folder, said) -> None:
+def test_machines_that_no_list_shows_yet_count_with_their_price_and_market(
+    folder, said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_CLOUD_SETTLE_S", "600")
     cloud = Cloud(hidden_s=1e9)
     change(folder, budget=1.0)
     machines = machines_of(folder, cloud, said)

@@ -176,6 +176,5 @@ def test_a_start_that_is_slow_leaves_nothing_and_one_that_is_interrupted_its_not
 
 
 def test_a_taken_port_is_refused() -> None:
-    port = ray_node.free_port("127.0.0.1")
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
-        ray_node.free_port("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        ray_node.free_port("127.0.0.1", taken.getsockname()[1])
