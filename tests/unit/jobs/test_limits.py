@@ -235,7 +235,7 @@ def test_limits_hold_while_their_file_is_written_in_place(
     with monkeypatch.context() as patch:
         patch.setattr(Limits, "read", read_a_part)
         assert not file.changed(30.0)
-    assert most() == 2
+    assert most() == 20
     path.write_text("[each]\nmost_jobs = 3\n")
     assert not file.changed(31.0)
     assert file.changed(32.0)

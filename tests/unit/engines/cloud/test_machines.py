@@ -216,7 +216,7 @@ def test_machines_of_a_process_that_died_in_its_order_are_ended_although_no_list
 def test_a_machine_that_was_just_started_is_ended_although_no_list_shows_it_yet(
     folder, said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HVD_ELASTIC_CLOUD_SETTLE_S", "600")
+    monkeypatch.setenv("HVD_ELASTIC_CLOUD_SETTLE_S", "2")  # which ending waits for
     cloud = Cloud(hidden_s=1e9)
     started = machines_of(folder, cloud, said).start(2, (), SPOT)
     assert len(started) == 2
