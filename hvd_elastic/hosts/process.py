@@ -107,17 +107,26 @@ class ByteStream:
         self._limit = limit
         self._data = bytearray()
         self._searched = 0
-        self._ended = False
+        self._ended = self._ends_when_full = False
         self._changed = threading.Condition()
 
     def put(self, data: bytes) -> None:
         """Append bytes; blocks while the limit of unread bytes is reached."""
         with self._changed:
             while len(self._data) >= self._limit and not self._ended:
-                self._changed.wait()
+                if self._ends_when_full:
+                    self.mark_end()
+                else:
+                    self._changed.wait()
             if not self._ended:
                 self._data += data
                 self._changed.notify_all()
+
+    def end_when_full(self) -> None:
+        """End, from now on, where :meth:`put` would block."""
+        with self._changed:
+            self._ends_when_full = True
+            self._changed.notify_all()
 
     def mark_end(self) -> None:
         with self._changed:
@@ -310,6 +319,8 @@ class RemoteProcess:
                     self.wait(grace_s)
                     return
 
+        # Behind output that nobody reads its exit status would not arrive.
+        self.stdout.end_when_full()
         # On a dead connection a send can block for minutes; closing it releases the thread.
         asking = threading.Thread(target=ask, name=f"stop on {self.host}", daemon=True)
         asking.start()

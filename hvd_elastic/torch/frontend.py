@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -36,7 +37,7 @@ from hvd_elastic.worker.worker import Worker
 _KILLED = "DataLoader worker (pid {}) is killed by signal: Killed"
 """What PyTorch says of a process of a loader that was killed."""
 _KILLED_READER = re.compile(re.escape(_KILLED).replace(r"\{\}", r"\d+"))
-_READER_ENDS_S = 1.0
+_READER_ENDS_S = 10.0
 """Time in which a process of the loader ends after its connections."""
 
 
@@ -86,11 +87,14 @@ class TorchFrontend(Frontend):
             found = isinstance(cause, RuntimeError) and _KILLED_READER.search(str(cause))
             if found:
                 return found[0]
-            for frame, _ in traceback.walk_tb(cause.__traceback__):
-                reading = frame.f_locals.get("self")
-                if isinstance(reading, _MultiProcessingDataLoaderIter):
-                    started = getattr(reading, "_workers", ())
-                    processes |= {each.sentinel: each for each in started}
+            objects = [f.f_locals.get("self") for f, _ in traceback.walk_tb(cause.__traceback__)]
+            # An error that a process has sent itself, such as one of the data set, is no sign of
+            # its end, and not to be held up.
+            if not any(isinstance(each, ExceptionWrapper) for each in objects):
+                for reading in objects:
+                    if isinstance(reading, _MultiProcessingDataLoaderIter):
+                        started = getattr(reading, "_workers", ())
+                        processes |= {each.sentinel: each for each in started}
             cause = cause.__cause__ or cause.__context__
         ended = wait([*processes], _READER_ENDS_S) if processes else ()
         for process in (each for sentinel, each in processes.items() if sentinel in ended):

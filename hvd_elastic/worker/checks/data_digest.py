@@ -37,7 +37,7 @@ _PARTS = 64
 _DEPTH = 5
 _READ_S = 5.0
 """Longest time to wait for the examples, which are read while the script makes its model."""
-_END_S = 1.0
+_END_S = 10.0
 """Longest time to wait for what a process that has taken too long holds, such as a shared lock."""
 _TOLERANCE = 0.05
 """Least relative difference of two arrays of an example: another image differs by more, and one

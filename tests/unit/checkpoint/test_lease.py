@@ -75,6 +75,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | Che
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_RENEW_S", 0.02)
     monkeypatch.setattr(leases, "_LOOK_S", 0.01)
+    monkeypatch.setattr(leases, "_END_S", LIMIT_S)
+    monkeypatch.setattr(leases, "PATIENCE_S", LIMIT_S)
 
 
 class Leader:

@@ -305,6 +305,7 @@ def test_a_long_wait_at_the_end_is_told_with_its_progress(
     assert run.collector.is_awaited(now + 3600)
     assert run.events == []
     assert run.collector.is_awaited(now - 1.5)
+    monkeypatch.setattr(spool_collector, "_TOLD_EVERY_S", LIMIT_S)
     assert run.collector.is_awaited(now - 2.0)  # soon after the first
     assert run.collector.is_awaited(now - 3600), "as long as it arrives"
     gate.set()

@@ -10,9 +10,9 @@ from hvd_elastic.communicator.sockets import RingSockets
 TIMEOUT_S = 90
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def pair(listener: socket.socket | None = None) -> tuple[socket.socket, socket.socket]:
     """Two ends of a TCP connection, the first one that of a peer."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with listener or socket.create_server(("127.0.0.1", 0)) as server:
         own = socket.create_connection(server.getsockname(), timeout=TIMEOUT_S)
         peer, _ = server.accept()
         peer.settimeout(TIMEOUT_S)
@@ -43,10 +43,11 @@ def test_an_abort_amid_the_making_reaches_sockets_that_are_opened_later(
     address, port = server.getsockname()
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", address)
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
+    listener = socket.create_server(("127.0.0.1", 0))  # one opened later is shut down too
     with sockets.opening():
         store = socket.create_connection((address, port))
         sockets.abort()
-        ring = pair()
+        ring = pair(listener)
         assert ring[0].recv(1) == b""
         store.sendall(b"x")  # raises once the socket is shut down
     for thread in threading.enumerate():

@@ -29,6 +29,7 @@ from hvd_elastic.hosts.transfer import receive_file, send_file
 from hvd_elastic.programs import secure_stream
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.programs.secure_stream import Kind, SecureStream, dial
+from tests.paths import LIMIT_S
 from tests.waiting import until
 
 LONG_S = 60.0
@@ -98,7 +99,7 @@ def test_file_of_many_megabytes_is_sent_and_fetched(connection, tmp_path: Path) 
 def test_unread_output_of_one_command_does_not_hold_up_another(connection):
     full = connection.start("exec yes")
     assert connection.run("echo free").text == "free"
-    assert full.stop()
+    assert full.stop(grace_s=LIMIT_S)
     until(lambda: read_process(process_id(connection, "yes")) is None)
 
 
@@ -263,6 +264,7 @@ def test_agent_dies_with_its_host_process(connection):
 
 
 def test_broken_link_is_dialled_again_by_the_same_host(leader, connection):
+    until(lambda: leader.changes > 0)  # told a moment after it is listed
     changes = leader.changes
     (remote,) = leader.dial_in.hosts
     remote.control.cut()

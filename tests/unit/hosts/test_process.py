@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.hosts import process
-from hvd_elastic.hosts.process import ByteStream, RemoteProcess
+from hvd_elastic.hosts.process import BUFFER_BYTES, CHUNK_BYTES, ByteStream, RemoteProcess
 from tests.paths import LIMIT_S
 
 
@@ -32,7 +32,10 @@ class Ends:
         return 1
 
 
-def test_the_last_line_of_a_command_that_has_ended_is_waited_for() -> None:
+def test_the_last_line_of_a_command_that_has_ended_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "STRAGGLER_S", LIMIT_S)
     ends: Any = Ends()
     assert RemoteProcess(ends, "cat", "gpu1").last_line == "No such file or directory"
 
@@ -61,6 +64,40 @@ class SlowEnds:
 def test_a_signal_is_waited_for_although_the_host_is_slow() -> None:
     ends: Any = SlowEnds()
     assert RemoteProcess(ends, "sleep 100", "gpu1").stop(grace_s=0.05)
+
+
+class UnreadEnds:
+    """A command whose status comes behind its output, more than is kept unread."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._left = BUFFER_BYTES // CHUNK_BYTES + 2
+
+    def read_stdout(self, size: int) -> bytes:
+        self._left -= 1
+        if self._left > 0:
+            return bytes(size)
+        self._ended.set()
+        return b""
+
+    def read_stderr(self, _: int) -> bytes:
+        return b""
+
+    def wait(self, timeout_s: float | None) -> int | None:
+        return 0 if self._ended.wait(timeout_s) else None
+
+    def signal(self, _: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_command_whose_output_nobody_reads_is_known_to_have_ended_once_stopped() -> None:
+    ends: Any = UnreadEnds()
+    remote = RemoteProcess(ends, "yes", "gpu1")
+    assert remote.stop(grace_s=LIMIT_S / 10)
+    assert len(remote.stdout.read()) == BUFFER_BYTES, "what has been kept can be read"
 
 
 def test_output_is_waited_for_although_this_machine_was_paused(

@@ -15,8 +15,10 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from ctypes import c_bool
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +47,7 @@ from hvd_elastic.worker.script_data import ScriptData
 from hvd_elastic.worker.step import Pass, Step
 from hvd_elastic.worker.worker import DataSets
 from tests.paths import LIMIT_S, WORKER_PYTHONPATH
+from tests.waiting import until
 
 
 class Numbers:
@@ -625,10 +628,12 @@ class ReadByKeptProcesses(Numbers):
     def __init__(self, n: int, told: int) -> None:
         super().__init__(n)
         self.told = told
+        self.begun = RawValue(c_bool)
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         assert self.handle == os.getpid(), "set by worker_init_fn"
         os.write(self.told, f"{index} ".encode())
+        self.begun.value |= index == 4
         while index == 4 and self.wanted.value < 2:
             time.sleep(0.001)
         return super().__getitem__(index)
@@ -647,6 +652,7 @@ def test_processes_are_kept_while_the_world_changes_and_skip_what_is_of_no_use()
         if context.progress.position:
             pids.append(loader._plain._pids())
         if context.progress.position == 4:
+            until(lambda: dataset.begun.value)
             context.rank, context.size, context.generation = 1, 2, 2
 
     dataset = ReadByKeptProcesses(36, writer)

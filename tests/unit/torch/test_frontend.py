@@ -13,10 +13,17 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.torch import frontend as frontends
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.worker.context import Context
+from tests.paths import LIMIT_S
 
 DATA = TensorDataset(torch.zeros(8))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontends, "_READER_ENDS_S", LIMIT_S)
 
 
 @pytest.fixture
@@ -71,3 +78,16 @@ def test_a_killed_reader_of_another_loader_is_told_of(unheard_children: None) ->
     with pytest.raises(FETCH_ERRORS) as caught:
         next(reading)
     check_is_told_of(caught.value, pid)
+
+
+def test_an_error_of_the_data_set_waits_for_no_end_of_a_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: Any) -> Any:
+        raise ValueError("not these")
+
+    reading = iter(DataLoader(DATA, num_workers=1, collate_fn=refuse))
+    with pytest.raises(ValueError, match="not these") as caught:
+        next(reading)
+    monkeypatch.setattr(frontends, "wait", pytest.fail)
+    assert TorchFrontend().killed_reader(caught.value) == ""

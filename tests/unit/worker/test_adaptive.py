@@ -170,7 +170,7 @@ def test_a_noisy_gradient_and_a_costly_step_bring_a_larger_batch(
     data = regression(2000, noise=10.0)
     model = torch.nn.Linear(20, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100_000)
     loader: Loader = hvd.DataLoader(data, 20, shuffle=True, max_batch_size=500)
     planner = loader.planner
     assert isinstance(planner, AdaptivePlanner)

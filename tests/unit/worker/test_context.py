@@ -27,7 +27,7 @@ from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.script.horovod_names import explain_arguments
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.worker import checkpointing, context, metrics
+from hvd_elastic.worker import checkpointing, context, metrics, worker
 from hvd_elastic.worker.checks.data_digest import DataDigest
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.debugging.uncaught import script_line
@@ -35,6 +35,7 @@ from hvd_elastic.worker.launch import Mode, detect_mode, refuse_other_launchers
 from hvd_elastic.worker.message_sink import Sink
 from hvd_elastic.worker.progress import Progress
 from hvd_elastic.worker.step import Pass
+from tests.paths import LIMIT_S
 from tests.tensorboard_files import read_scalars
 
 
@@ -346,11 +347,15 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
     assert isinstance(said[-1], msg.Broken)
 
 
-def test_a_long_wait_is_told_with_its_collective_and_its_line() -> None:
+def test_a_long_wait_is_told_with_its_collective_and_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = Context(Mode.ALONE, TorchFrontend())
     made.worker.communicator.waiting_since = time.monotonic() - 1
     made.worker.communicator.waiting_for = "the gradients"
-    brief = made.worker.activity()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_LONG_S", LIMIT_S)
+        brief = made.worker.activity()
     assert (brief.line, brief.waiting_for, brief.begun, brief.progress) == ("", "", {}, None)
     made.worker.communicator.waiting_since -= 2
     said, line = made.worker.activity(), inspect.currentframe().f_lineno  # type: ignore[union-attr]

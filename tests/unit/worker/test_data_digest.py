@@ -25,6 +25,12 @@ from tests.paths import LIMIT_S
 EXAMPLES = 200
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_digest, "_READ_S", LIMIT_S)
+    monkeypatch.setattr(data_digest, "_END_S", LIMIT_S)
+
+
 class Folder(Dataset[Any]):
     """Files and classes, as an ``ImageFolder`` of torchvision has them."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.message_sink import FileSink
+from hvd_elastic.worker.planning import planner as planning
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.compute_times import ComputeTimes
 from hvd_elastic.worker.planning.planner import UnequalShares
@@ -215,6 +217,7 @@ def test_reviews_follow_the_ranks_and_say_so(
     assert isinstance(planner, AdaptivePlanner | UnequalShares)
     engine.planner = planner
     planner.times = ComputeTimes(clock, lambda: None)
+    monkeypatch.setattr(planning, "time", SimpleNamespace(perf_counter=clock))
     sizes = []
     steps = 0
     for _ in hvd.epochs(1):
@@ -258,6 +261,7 @@ def test_passes_of_unequal_shares_keep_to_the_bounds(monkeypatch: pytest.MonkeyP
     assert isinstance(planner, AdaptivePlanner)
     engine.planner = planner
     planner.times = ComputeTimes(clock, lambda: None)
+    monkeypatch.setattr(planning, "time", SimpleNamespace(perf_counter=clock))
     sizes = set()
     for inputs, targets in loader:
         clock.now += len(inputs)
