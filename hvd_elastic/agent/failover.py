@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import struct
@@ -38,6 +39,8 @@ from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 # one whose workers end in any case. A leader that takes over waits longer for its hosts.
 _ANSWER_S = 8.0
 _LIVE_ANSWER_S = 30.0
+_END_S = 5.0
+"""Longest wait for the end of an agent that was killed [s]."""
 _SOCKET = "agent"
 # Interval at which the progress of the last checkpoint is checked.
 _LOOK_S = 0.1
@@ -237,12 +240,21 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def _kill_peer(connection: socket.socket) -> None:
-    """Kill an old agent that does not answer; its workers die with it (parent-death signal)."""
+    """Kill an old agent that does not answer; its workers die with it (parent-death signal).
+
+    Returns after its end: until then its socket looks like that of an agent that lives.
+    """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", credentials)
     if uid == os.getuid() and pid > 1:
+        ends: Any = connection
+        with contextlib.suppress(OSError, AttributeError):  # before Linux 5.3, or built for it
+            ends = os.pidfd_open(pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        select.select([ends], [], [], _END_S)
+        if ends is not connection:
+            os.close(ends)
 
 
 async def write_last_checkpoint(

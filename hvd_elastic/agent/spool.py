@@ -15,6 +15,7 @@ from hvd_elastic import config
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, drop_spooled, find_spooled
 from hvd_elastic.checkpoint.shards import ShardInfo, drop_shards, find_shards
 from hvd_elastic.own_files import private_folder
+from hvd_elastic.programs.clear_left import remove as remove_path
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
@@ -134,6 +135,12 @@ class Spool:
         self.remove_sent_checkpoints()
         if self.shards() or self.saved_files() or (self.path / _UNTOLD).exists():
             return
+        # The agent's socket goes last: the next agent waits for the end of this one if it finds it,
+        # and uses the folder if it does not.
+        with contextlib.suppress(OSError):
+            for each in self.path.iterdir():
+                if not each.is_socket():
+                    remove_path(each)
         shutil.rmtree(self.path, ignore_errors=True)
         for folder in (self.path.parent, self.path.parent.parent):
             with contextlib.suppress(OSError):  # used by other hosts or runs on the same disk

@@ -22,6 +22,8 @@ DEPTH = 2
 """Requests for each process: while it sends the answer to one, it reads the next."""
 _LONG_REQUEST = 4096
 """Indices of a request above which no second one is sent: both sides would send and none read."""
+_END_S = 10.0
+"""Longest wait for the end of a process that has closed its link [s]."""
 _AGAIN_S = 2.0
 """Time between two attempts to connect to a process of an input host [s]."""
 
@@ -78,7 +80,7 @@ class OwnProcess:
     def has_failed(self) -> bool:
         """See :class:`Peer`."""
         process = self._local.process
-        process.join(1.0)
+        process.join(_END_S)
         # multiprocessing ends its processes by SIGTERM when this one exits.
         return process.exitcode not in (None, 0, -signal.SIGTERM)
 

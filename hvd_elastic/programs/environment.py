@@ -224,6 +224,8 @@ def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
         if name == "environment" and str(path) == prefix and not (path / STAMP).exists():
             name, why = "own environment", "`hvd-elastic install` has not brought it"
         elif not own(path):
+            if not os.path.lexists(str(path)):  # another host of this disk has just removed it
+                continue
             why = "it is another user's, or a link"
         elif name == "environment":
             why = in_use(str(path))

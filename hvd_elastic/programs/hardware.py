@@ -22,6 +22,8 @@ from typing import Any
 from hvd_elastic.programs.nvml import NvmlFaults
 
 LIMIT_S = 5.0
+_WATCH_LIMIT_S = 30.0
+"""Time limit of ``dmesg`` where nobody waits for the answer, and workers use the cores [s]."""
 _MOMENT_S = 0.5
 """Time between two looks at GPUs whose clocks may be held down for a moment [s]."""
 _EVERY_S = 60.0
@@ -47,7 +49,7 @@ def read_hardware() -> dict[str, Any]:
     reading = threading.Thread(target=read_gpus, daemon=True)  # a broken driver may never answer
     reading.start()
     reading.join(LIMIT_S)
-    return {"gpus": gpus[:], **_read_log_and_memory()}
+    return {"gpus": gpus[:], **_read_log_and_memory(LIMIT_S)}
 
 
 def watch_hardware() -> None:
@@ -58,7 +60,7 @@ def watch_hardware() -> None:
     os.nice(19)
     gpus = NvmlFaults()
     while True:
-        found = {"gpus": gpus.read(), **_read_log_and_memory()}
+        found = {"gpus": gpus.read(), **_read_log_and_memory(_WATCH_LIMIT_S)}
         if found["xids"] is None and len(gpus):
             found["xids"] = gpus.xids()
         sys.stdout.write(json.dumps(found) + "\n")
@@ -69,9 +71,9 @@ def watch_hardware() -> None:
             return
 
 
-def _read_log_and_memory() -> dict[str, Any]:
+def _read_log_and_memory(limit_s: float) -> dict[str, Any]:
     """Return faults of memory and those in the kernel's log; None where not known."""
-    log = _kernel_log()
+    log = _kernel_log(limit_s)
     xids = Counter(_XID.findall(log or ""))
     told = [[bus, int(xid), text, times] for (bus, xid, text), times in xids.items()]
     return {
@@ -83,14 +85,14 @@ def _read_log_and_memory() -> dict[str, Any]:
     }
 
 
-def _kernel_log() -> str | None:
+def _kernel_log(limit_s: float) -> str | None:
     """Return the kernel's log; None where this user may not read it."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             ["dmesg"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
         if done.returncode == 0:

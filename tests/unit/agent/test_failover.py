@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvd_elastic.agent import failover
 from hvd_elastic.agent.failover import call_predecessor, listen_for_successors, read_caller
+from hvd_elastic.agent.spool import Spool
 from hvd_elastic.errors import RunError
 from hvd_elastic.wire import messages as msg
+from tests.paths import LIMIT_S
 from tests.unit.wire.wire_samples import leader_hello
 
 RUN = "resnet50-imagenet-batch4096-lr0.1-wd1e-4-seed0-" + 17 * "x"
@@ -50,7 +55,7 @@ def test_who_calls_an_agent_that_ends_waits_for_its_end() -> None:
     os.close(number)
 
 
-# An agent that answers after a second.
+# An agent that answers after a while.
 BUSY = """
 import sys, time
 from pathlib import Path
@@ -61,7 +66,7 @@ door = listen_for_successors(Path(sys.argv[1]))
 door.setblocking(True)
 print(flush=True)
 connection, _ = door.accept()
-time.sleep(1)
+time.sleep(float(sys.argv[2]))
 connection.sendall(encode(msg.Refused(msg.LeaderIdentity("unit", "first", "a test", 5.0))))
 time.sleep(3600)
 """
@@ -72,7 +77,7 @@ def test_who_takes_over_waits_longer_for_a_busy_agent_than_who_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, take_over: bool
 ) -> None:
     monkeypatch.setattr(failover, "_ANSWER_S", 0.2)
-    command = [sys.executable, "-c", BUSY, str(tmp_path)]
+    command = [sys.executable, "-c", BUSY, str(tmp_path), "1" if take_over else "3600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         agent.stdout.readline()
@@ -80,3 +85,42 @@ def test_who_takes_over_waits_longer_for_a_busy_agent_than_who_ends_it(
         agent.terminate()
     assert isinstance(answer, msg.Refused) == take_over
     assert agent.returncode == (-signal.SIGTERM if take_over else -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("has_descriptor", [True, False])
+def test_an_agent_that_was_killed_has_ended_before_its_place_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_descriptor: bool
+) -> None:
+    """On a busy host it ends late."""
+    kill = os.kill
+    monkeypatch.setattr(os, "kill", lambda *told: threading.Timer(0.3, kill, told).start())
+    monkeypatch.setattr(failover, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(failover, "_END_S", LIMIT_S)
+    if not has_descriptor:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    command = [sys.executable, "-c", BUSY, str(tmp_path), "3600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        assert call_predecessor(tmp_path, leader_hello(), b"", 1) is None
+        listen_for_successors(tmp_path).close()
+
+
+def test_an_agent_that_ends_removes_its_socket_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds none uses the folder at once."""
+    folder, seen, rmtree = tmp_path / "spool" / RUN / "node1", list[list[str]](), shutil.rmtree
+    (folder / "saved").mkdir(parents=True)
+    (folder / "run.json").touch()
+
+    def look(path: str | Path, **told: Any) -> None:
+        if path == folder:
+            seen.append([each.name for each in folder.iterdir()])
+        rmtree(path, **told)
+
+    monkeypatch.setattr(shutil, "rmtree", look)
+    with listen_for_successors(folder):
+        Spool(folder).remove()
+    assert seen == [["agent"]]
+    assert not (tmp_path / "spool").exists()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hvd_elastic.agent import host_sampler
 from hvd_elastic.agent.gpus import Gpus, usable_gpus
 from hvd_elastic.agent.host_sampler import HostSampler, MemoryKills
 from hvd_elastic.control.progress import Activity
@@ -15,6 +17,7 @@ from hvd_elastic.run_events import GpuSample
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, encode
 from tests.unit.played_nvml import build_nvml
+from tests.waiting import Clock
 
 NVML = """
 #include <string.h>
@@ -66,20 +69,22 @@ def test_a_kill_for_lack_of_memory_is_new_for_a_while_and_once() -> None:
     assert not kills.any_new(), "long ago"
 
 
-def test_the_compute_time_of_a_step_leaves_waits_out() -> None:
+def test_the_compute_time_of_a_step_leaves_waits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(host_sampler, "time", SimpleNamespace(monotonic=clock))
     sampler = HostSampler(None, "node1")
-    sampler._at -= 10
+    clock.now += 10
     then = {"w": Activity(generation=1, step=100, waited_s=1.0, reading=Reading(wait_s=2.0))}
     assert sampler.sample(then).step_s is None, "there is nothing to compare with yet"
-    sampler._at -= 10
+    clock.now += 10
     now = {
         "w": Activity(generation=1, step=200, waited_s=5.0, reading=Reading(wait_s=3.0)),
         "new": Activity(generation=1, step=200),
     }
     sample = sampler.sample(now)
-    assert sample.step_s == pytest.approx(0.05, rel=0.05)
-    assert sample.rank_wait == pytest.approx(0.4, rel=0.05)
-    sampler._at -= 10
+    assert sample.step_s == pytest.approx(0.05)
+    assert sample.rank_wait == pytest.approx(0.4)
+    clock.now += 10
     moved = {"w": Activity(generation=2, step=300), "new": Activity(generation=1, step=200)}
     assert sampler.sample(moved).step_s is None, "one has changed the world, one has stood still"
 

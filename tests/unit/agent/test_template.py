@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,16 +250,18 @@ def test_imports_that_take_long_continue_at_normal_priority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host with far more busy processes than cores would never have a template."""
-    priority = tmp_path / "autogroup"
-    priority.touch()
-    seen = "import pathlib\nseen = []\n"
-    seen += f"while seen[-1:] != ['0']: seen.append(pathlib.Path({str(priority)!r}).read_text())\n"
-    (tmp_path / "a_long_import.py").write_text(seen)
+    written: list[str] = []
+    group = SimpleNamespace(write_text=written.append, written=written)
+    (tmp_path / "a_long_import.py").write_text(
+        "import time\nfrom hvd_elastic.agent.template import process\n"
+        "while process._GROUP_PRIORITY.written[-1] != '0': time.sleep(0.01)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(process, "_GROUP_PRIORITY", priority)
+    monkeypatch.setattr(process, "_GROUP_PRIORITY", group)
     monkeypatch.setattr(process, "_LOW_PRIORITY_S", 0.1)
     assert process._import(["a_long_import"]) == ""
-    assert "10" in sys.modules.pop("a_long_import").seen
+    assert written == ["10", "0"]
+    del sys.modules["a_long_import"]
 
 
 def test_imports_may_leave_a_thread_that_is_late_to_end(tmp_path: Path) -> None:

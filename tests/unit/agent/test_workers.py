@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hvd_elastic.agent.workers import Workers
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.run_events import Warned
 from hvd_elastic.wire import messages as msg
 from tests import other_user
@@ -40,8 +40,7 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=TIMEOUT_S)
     assert done.returncode == -signal.SIGKILL
     pid = int(note.read_text())
-    zombie = psutil.STATUS_ZOMBIE
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == zombie)
+    until(lambda: read_process(pid) is None)
 
 
 def say_of_caches(tmp_path: Path, shared: Path) -> tuple[list[str], list[str]]:

@@ -22,7 +22,7 @@ import pytest
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.input import asking, server
 from hvd_elastic.input import reader as reader_module
-from hvd_elastic.input.asking import InputProcess
+from hvd_elastic.input.asking import DEPTH, InputProcess
 from hvd_elastic.input.link import Batch, Link, Offer, Want
 from hvd_elastic.input.reader import InputReader
 from hvd_elastic.input.requests import Requests
@@ -130,6 +130,12 @@ def start(warnings: list[str]) -> Iterator[Callable[..., InputReader]]:
         reader.close()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer is late: where one is, the rank may read itself."""
+    monkeypatch.setattr("hvd_elastic.input.answer_times.LATE_AT_LEAST_S", LIMIT_S)
+
+
 def passes(count: int, size: int = 4) -> Iterator[list[int]]:
     return iter([list(range(size * n, size * (n + 1))) for n in range(count)])
 
@@ -181,6 +187,7 @@ def test_its_own_random_numbers_go_on_undisturbed(start: Any) -> None:
     assert (random.random(), np.random.rand()) == without
 
 
+@pytest.mark.usefixtures("patient")
 def test_batches_are_the_same_in_the_same_order_whoever_reads_them(start: Any) -> None:
     """An input host and two processes of the rank's own."""
     host = Host(Source())
@@ -335,9 +342,12 @@ def test_a_transform_that_fails_only_there_costs_the_host(start: Any, warnings: 
 
 
 def test_a_link_slower_than_reading_here_is_told_and_not_used(
-    start: Any, warnings: list[str]
+    start: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch costs its host nothing, and comes late."""
+    """A batch costs its host nothing, and comes late; the rank takes 1 ms to read or use one."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: 0.001 * next(ticks))
+    monkeypatch.setattr(reader_module, "time", clock)
     far, own = Source(), Source()
     far.before = lambda: time.sleep(0.02)
     host = Host(far, "cpu1")
@@ -348,6 +358,7 @@ def test_a_link_slower_than_reading_here_is_told_and_not_used(
     assert take(reader, 240) == expected(0, 240)
     assert len(warnings) == 1
     assert "input host cpu1 is not used: batches come every" in warnings[0]
+    assert warnings[0].endswith("takes 2 ms")
     assert len(far.read) < 200
     host.close()
 
@@ -386,6 +397,7 @@ def test_what_only_the_rank_itself_can_read_is_told_once(start: Any, warnings: l
     assert "cannot pickle '_thread.lock' object" in warnings[0]
 
 
+@pytest.mark.usefixtures("patient")
 def test_compressed_batches_are_the_same(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Always:
         compresses = True
@@ -492,6 +504,12 @@ def test_all_processes_of_a_frozen_host_are_given_up_at_once(
     until(lambda: reader.helpers().number == 3)
     taken: list[Any] = []
     reader.begin_epoch(0, passes(12))
+    asked = reader._requests._open
+    until(lambda: len(asked) == 3 * DEPTH)
+    with reader._change:  # however far apart the three asked
+        now = time.monotonic()
+        for request in asked.values():
+            request.sent_at = now
     reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
     reading.start()
     reading.join(LIMIT_S)

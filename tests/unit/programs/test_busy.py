@@ -8,6 +8,7 @@ from hvd_elastic.programs import busy
 from hvd_elastic.programs.busy import BusyProcesses
 from hvd_elastic.tools.check.checks import Level, check_users
 from tests import other_user
+from tests.waiting import until
 
 
 @other_user.needs_root
@@ -17,7 +18,8 @@ def test_a_user_without_a_job_who_uses_a_core_is_named(monkeypatch: pytest.Monke
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "works\n"
-        found = [each for each in BusyProcesses().find() if each["pid"] == process.pid]
+        users = BusyProcesses()  # it may wait for a core for a while
+        found = until(lambda: [each for each in users.find() if each["pid"] == process.pid])
     finally:
         process.kill()
         process.wait()

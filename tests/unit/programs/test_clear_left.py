@@ -110,9 +110,11 @@ def test_no_agent_loses_its_folder_to_a_call_at_the_same_time(
 
     def keep_clearing() -> int:
         removed = 0
-        while not over.is_set():
+        while True:
+            is_last = over.is_set()  # then the last folder is unlocked, and nobody else removes it
             removed += len(clear("no-such-run", "node1", dry_run=False))
-        return removed
+            if is_last:
+                return removed
 
     with ThreadPoolExecutor(1) as pool:
         clearing = pool.submit(keep_clearing)

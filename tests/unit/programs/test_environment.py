@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.programs import clear_left
 from hvd_elastic.programs import environment as module
 from hvd_elastic.programs.environment import (
     NEW,
@@ -163,6 +164,19 @@ def test_hosts_with_one_disk_remove_the_cache_together(
     assert not (folders / "cache/hvd_elastic").exists()
 
 
+def test_what_another_host_removes_meanwhile_is_not_listed(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folders / "cache/hvd_elastic").mkdir(parents=True)
+
+    def own(path: Path) -> bool:
+        path.rmdir()
+        return clear_left.own(path)
+
+    monkeypatch.setattr(module, "own", own)
+    assert left("") == []
+
+
 @other_user.needs_root
 def test_a_process_of_another_user_counts_too(open_folder: Path) -> None:
     prefix = make(open_folder / "env", "")
@@ -221,7 +235,7 @@ def test_runs_and_what_was_made_by_hand_are_listed_and_stay(tmp_path: Path, fold
     found = json.loads(done.stdout)["value"]
     assert [each["removed"] for each in found] == [False, True, False]
     assert prefix.is_dir()
-    assert [path.name for path in folders.rglob("*")] == ["cache", "runs"]
+    assert sorted(path.name for path in folders.rglob("*")) == ["cache", "runs"]
 
 
 def test_of_a_folder_of_runs_only_what_is_ours_is_removed(folders: Path) -> None:

@@ -22,7 +22,7 @@ class Machine:
     """The program of a machine, whose ``shutdown`` leaves a file."""
 
     def __init__(self, folder: Path, lease_s: float, max_s: float) -> None:
-        self.lease, self._down = folder / "lease", folder / "down"
+        self.lease, self.kept, self._down = (folder / name for name in ("lease", "kept", "down"))
         for name in ("shutdown", "poweroff"):  # those of this machine must not be found
             program = folder / name
             program.write_text(
@@ -37,6 +37,7 @@ class Machine:
                 str(lease_s),
                 str(max_s),
                 getpass.getuser(),
+                self.kept,
             ],
             env={**os.environ, "PATH": str(folder)},
         )
@@ -47,10 +48,14 @@ class Machine:
             time.sleep(0.05)
         return self._down.read_text().strip()
 
+    def wait_read(self) -> None:
+        """Wait until it has read a renewal, or the lease has ended before."""
+        until(lambda: self.kept.exists() or self.is_down)
+
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        for file in (self.lease, self._down):
+        for file in (self.lease, self.kept, self._down):
             file.unlink(missing_ok=True)
 
     @property
@@ -91,9 +96,9 @@ def test_a_renewed_lease_keeps_a_machine_and_what_is_no_number_does_not(start) -
         renewed = time.monotonic()
         machine.lease.write_text("8\n")
         was_in_time = time.monotonic() < began + 4.0
-        time.sleep(1.5)
+        machine.wait_read()
         machine.lease.write_text("0\n")  # nor does a shorter one end it
-        time.sleep(3.5)  # beyond the first lease
+        time.sleep(4.5)  # beyond the first lease
         was_down = machine.is_down
         if was_in_time and time.monotonic() < renewed + 8.0:
             break

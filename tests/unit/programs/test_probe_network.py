@@ -5,10 +5,15 @@ from __future__ import annotations
 import socket
 import struct
 
+import pytest
+
+from hvd_elastic.programs import probe_network
 from hvd_elastic.programs.probe_network import PING, TOKEN_BYTES, Probe
+from tests.paths import LIMIT_S
 
 
-def test_a_peer_without_the_token_is_served_nothing() -> None:
+def test_a_peer_without_the_token_is_served_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_network, "SILENCE_S", LIMIT_S)
     token = bytes(range(TOKEN_BYTES))
     probe = Probe()
     found = probe.listen({"token": token.hex(), "seconds": 0.1, "address": "127.0.0.1"})
