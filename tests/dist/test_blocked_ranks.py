@@ -37,7 +37,7 @@ what, mark = sys.argv[1], Path(sys.argv[2])
 
 
 def evaluate():
-    time.sleep(8)  # the others wait longer than is usual
+    while not mark.exists(): time.sleep(0.05)  # the others wait longer than is usual
 
 
 def validate():
@@ -88,10 +88,12 @@ def test_ranks_in_different_collectives(home: Path) -> None:
     script = write_script(home, SCRIPT)
     options = ["-H", hostfile_of(home / "hosts", ["localhost"], 2), "--min-np", 2]
     options += ["--checkpoint-every", 0]
-    with Job(*options, "--", sys.executable, script, "apart", home / "mark", home=home) as job:
-        assert job.wait() == 1
     busy = f"which is at tiny.py:{line_of('time.sleep')} (evaluate)"
-    assert f"the others wait for worker localhost:0, {busy}" in job.text
+    waits = f"the others wait for worker localhost:0, {busy}"
+    with Job(*options, "--", sys.executable, script, "apart", home / "mark", home=home) as job:
+        job.until(lambda: waits in job.text, waits)
+        (home / "mark").touch()
+        assert job.wait() == 1
     (ended,) = job.events("run_finished")
     where, turn = f"tiny.py:{line_of('allreduce')}", f"tiny.py:{line_of('hvd.epochs(')}"
     assert (
@@ -147,7 +149,8 @@ def test_a_host_that_does_not_know_its_own_name(
     names.write_text("127.0.0.1 localhost\n")
     hosts.run_on(b, ["mount", "--bind", str(names), "/etc/hosts"], check=True)
     try:
-        options = ["-H", hostfile_of(home / "hosts", [a, b]), "-F", hosts.ssh_config, "--np", 2]
+        options = ["-H", hostfile_of(home / "hosts", [a, b]), "-F", hosts.ssh_config]
+        options += ["--np", 2, "--min-np", 2]
         script = write_script(shared, SCRIPT, "crash.py")
         with Job(*options, "--", sys.executable, script, "crash", mark, home=home) as job:
             assert job.wait() == 0, job.text
