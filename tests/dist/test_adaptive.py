@@ -81,6 +81,7 @@ def test_a_host_that_joins_late_in_the_last_pass_takes_part_in_it(
     since = job.mark()
     job.use({one: 1, two: 1})
     job.wait_event("worker_standby", since)
+    job.wait_for((job.folder / "wants-change").exists, "the first one is asked for a change")
     stuck.unlink()
     job.wait_size(2, since)
     assert job.wait() == 0, job.story()

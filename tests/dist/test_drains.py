@@ -59,8 +59,9 @@ class Drained(Cluster):
 
 def rescales(cluster: Cluster, run_id: str) -> Iterator[tuple[float, float]]:
     """Begin and end of each change of size."""
+    finished = cluster.events("rescale_finished", run_id)  # first: of each the begin is there then
     begun = {e["generation"]: e["t"] for e in cluster.events("rescale_started", run_id)}
-    for event in cluster.events("rescale_finished", run_id):
+    for event in finished:
         yield begun[event["generation"]], event["t"]
 
 

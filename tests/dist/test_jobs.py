@@ -171,8 +171,8 @@ def test_commands_wait_for_slots_for_each_other_and_jobs_end_as_they_say(
         assert not path.is_file() or b"s3cret-value" not in path.read_bytes(), path
     _is_at_its_time_limit(local, limited, limit_s, tmp_path / "told")
     (tmp_path / "enough").touch()
-    local.call("requeue", limited)
     _refuses_mistakes(local)
+    local.call("requeue", limited)
     for _ in range(10):  # on a slow machine its time is over before it has begun to train
         if local.call("wait", limited, check=False).returncode == 0:
             break

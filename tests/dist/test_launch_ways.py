@@ -147,8 +147,9 @@ def test_horovodrun_elastic_with_a_slot_that_is_added_and_taken_away(
     output = tmp_path / "output"
     options = ["-np", 1, "--min-np", 1, "--max-np", 2, "--network-interfaces", "lo"]
     script = tmp_path / "counting.py"
-    script.write_text(_counting(DIGITS.read_text()))
-    train = [sys.executable, script, "--data", data, "--step-time", 0.03, "--epochs", 12]
+    joined = tmp_path / "joined"
+    script.write_text(_counting(DIGITS.read_text(), joined))
+    train = [sys.executable, script, "--data", data, "--step-time", 0.03, "--epochs", 8]
     words = [HOROVODRUN, *options, "--host-discovery-script", discovery, *train]
     with ended(start(words, folder, output)) as process:
         wait = partial(until, limit_s=START_S, process=process, said=output.read_text)
@@ -162,16 +163,22 @@ def test_horovodrun_elastic_with_a_slot_that_is_added_and_taken_away(
         offer(2)
         events = folder / "events.jsonl"
         wait(lambda: events.exists() and '"size":2' in events.read_text())
+        joined.touch()
         offer(1)
         assert process.wait(DEADLINE_S) == 0, output.read_text(errors="replace")
-    check(folder, {1, 2}, epochs=12)
+    check(folder, {1, 2}, epochs=8)
     last = read_records(folder / "events.jsonl")[-1]
-    assert last["counted"] == 12 * audit_of(folder).examples
+    assert last["counted"] == 8 * audit_of(folder).examples
 
 
-def _counting(script: str) -> str:
-    """The script, with an Accumulator that is synchronised at the end alone."""
+def _counting(script: str, joined: Path) -> str:
+    """The script, with an Accumulator that is synchronised at the end alone.
+
+    It takes its time until the file ``joined`` is there.
+    """
     for before, after in {
+        "time.sleep(args.step_time)": f"time.sleep(args.step_time if Path({str(joined)!r}).exists()"
+        " else 0.5)",
         "\n\n@hvd.run\n": "\ntotals = hvd.Accumulator()\n\n\n@hvd.run\n",
         "state.commit(loss=loss)": "state.commit(loss=loss)\n            "
         "totals.add(examples=len(images))",

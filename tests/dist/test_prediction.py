@@ -195,13 +195,12 @@ def test_prediction_with_a_join_a_kill_and_an_interruption(
     folder = predicting.folder
     weights, weight, bias = write_weights(style, folder)
 
-    (folder / "slow").touch()  # else a busy machine interrupts what is done already
+    (folder / "slow").touch()  # else a busy machine interrupts and kills what is done already
     predicting.use(first)
     leader = predicting.start(weights)
     predicting.wait_for(lambda: predicting.files() >= 5, "some outputs")
     leader.send_signal(signal.SIGINT)
     assert leader.wait(LIMIT_S) == 130, predicting.said()
-    (folder / "slow").unlink()
     found = len(list(predicting.out.glob("outputs-*")))
     assert 5 <= found < 90
     assert "give the same command again" in predicting.said()
@@ -215,7 +214,10 @@ def test_prediction_with_a_join_a_kill_and_an_interruption(
     predicting.wait_for(lambda: events.read_text().count("worker_standby") >= 3, "a third worker")
     (folder / "wait").unlink()
     predicting.wait_for((folder / "rank-2").exists, "three ranks")
+    (folder / "wait").touch()
     predicting.worker(second).kill()
+    for held in ("wait", "slow"):
+        (folder / held).unlink()
     assert leader.wait(LIMIT_S) == 0, predicting.said()
     told = events.read_text()
     assert "was killed by signal 9" in told

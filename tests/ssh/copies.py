@@ -100,7 +100,7 @@ class Bed:
             process = self.start(str(source), to, *options, hostfile=hostfile)
             self.wait_for_parts(number, size, process)
             with _held(process):
-                sizes = [self._largest_part(n) for n in range(HOSTS)]
+                sizes = [self.largest_part(n) for n in range(HOSTS)]
                 done = [(self.data(n) / to[6:] / "large").exists() for n in range(HOSTS)]
                 if sizes[number] >= size and max(sizes) < LARGE * 2 // 3 and not any(done):
                     yield process
@@ -116,7 +116,8 @@ class Bed:
     def parts(self, number: int) -> list[Path]:
         return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]
 
-    def _largest_part(self, number: int) -> int:
+    def largest_part(self, number: int) -> int:
+        """Bytes that a host has of the large file while that is copied."""
         with contextlib.suppress(FileNotFoundError):  # a part has got its name meanwhile
             return max((path.stat().st_size for path in self.parts(number)), default=0)
         return 0
@@ -128,7 +129,7 @@ class Bed:
 
         def is_there() -> bool:
             ended = process is not None and process.poll() is not None
-            return ended or self._largest_part(number) >= size
+            return ended or self.largest_part(number) >= size
 
         until(is_there, f"{size} bytes on host {number}")
 

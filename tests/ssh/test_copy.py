@@ -180,10 +180,10 @@ def test_a_host_that_dies_is_cut_out_and_repaired(bed: Bed, source: Path, silent
 def test_a_cable_that_is_plugged_in_again_does_no_harm(bed: Bed, source: Path) -> None:
     make_large(source, 40 * MB)
     process = bed.start(str(source), "/data/set")
-    bed.wait_for_parts(2, 2 * MB)
+    bed.wait_for_parts(3, 2 * MB, process)
     bed.cluster.cut(bed.hosts[1])
-    before = max(path.stat().st_size for path in bed.parts(3))
-    bed.wait_for_parts(3, before + 8 * MB)
+    # Not long, for a busy machine: a host that is silent for 15 s is given up.
+    bed.wait_for_parts(3, bed.largest_part(3) + 4 * MB, process)
     bed.cluster.heal(bed.hosts[1])
     result = bed.finish(process)
     assert result.status == 0, result["error"]
@@ -203,9 +203,11 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     assert process.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL)
     bed.wait_idle()
     assert not (bed.data(3) / "set" / "large").exists()
+    there = [bed.largest_part(host) for host in range(HOSTS)]
+    assert there[3] >= 8 * MB
     result = bed(str(source), "/data/set")
     assert result.status == 0, result.errors
-    assert min(result["resumed_bytes"]) >= 8 * MB
+    assert result["resumed_bytes"] == there
     for host in range(HOSTS):
         assert describe(bed.data(host) / "set") == describe(source)
 

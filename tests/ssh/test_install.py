@@ -138,7 +138,6 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
     folder = bed.prefix.parent
     # One host has no room; the leader is killed while the others copy.
     bed.on(2, f"mkdir -p '{folder}' && mount -t tmpfs -o size=4m none '{folder}'")
-    process = bed.start("install")
     # Seen from this machine, which is quick: a second later all is there.
     seen = bed.cluster.folder / "hosts" / bed.cluster.hosts[0] / new.lstrip("/")
 
@@ -147,10 +146,17 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
             return any(path.lstat().st_size > 1_000_000 for path in seen.rglob("*"))
         return False
 
-    until(arrives, "the first file", process=process)
-    process.kill()
-    process.communicate()
-    assert bed.on(0, f"ls '{folder}'") == f"{bed.prefix.name}.hvd_elastic-new"
+    for _ in range(10):
+        process = bed.start("install")
+        until(lambda: arrives() or process.poll() is not None, "the first file")  # noqa: B023
+        process.kill()
+        process.communicate()
+        there = bed.on(0, f"ls '{folder}'")
+        if process.returncode < 0 and there != bed.prefix.name:
+            break
+        for number in range(2):  # a busy machine was too late for it
+            bed.on(number, f"rm -rf '{folder}'/*")
+    assert there == f"{bed.prefix.name}.hvd_elastic-new"
 
     *well, full = bed("install", status=1)
     assert [found["environment"] for found in well] == ["installed", "installed"]

@@ -325,11 +325,18 @@ def test_a_host_that_dies_while_it_prepares(bed: Bed, shared_folder: Path) -> No
         (source / f"{number}.jpg").hardlink_to(source / "0.jpg")
     options = ("--resize", 500, "--processes", 1)
     words = (bed, source, Path("/data/set"), *options, "--hostfile", bed.cluster.hostfile)
-    process = start_preparing(*words)
     folder = bed.data(victim) / "set"
-    until(lambda: [*folder.glob("*.tar")], "its first shard")
-    bed.cluster.crash(bed.hosts[victim])
-    assert len([*folder.glob("*.tar")]) in range(1, 6), "it had written its whole part"
+    for _ in range(5):
+        process = start_preparing(*words)
+        until(lambda: [*folder.glob("*.tar")], "its first shard")
+        bed.cluster.crash(bed.hosts[victim])
+        if len([*folder.glob("*.tar")]) < 6:
+            break
+        ended(process)  # a busy machine was too late for it
+        bed.cluster.boot(bed.hosts[victim])
+        bed.remove("/data/set")
+    else:
+        pytest.fail("it had written its whole part")
     first = ended(process)
     assert first.returncode == 1
     assert f"error: {bed.hosts[victim]}: " in first.stderr

@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvd_elastic.programs.processes import read
@@ -215,6 +216,12 @@ def test_kill_ends_nine_kinds_of_process(tools: Tools, tmp_path: Path) -> None:
     try:
         until(lambda: told.exists() and told.read_text().count("\n") == 9, "nine kinds")
         pids = [int(line.split()[0]) for line in told.read_text().splitlines()]
+        children = psutil.Process(worker.pid).children
+
+        def only_they_live() -> bool:  # who has forked twice ends
+            return all(x.pid in pids or x.status() == psutil.STATUS_ZOMBIE for x in children())
+
+        until(only_they_live, "the end of the processes in between")
         arguments = [str(tools.hostfile), "--hosts", "node1", "--run", run, "--json"]
         found = records(tools("killclust", *arguments, "--grace", "2"))["node1"]["processes"]
         assert {entry["pid"] for entry in found} == set(pids)

@@ -9,6 +9,7 @@ example that it is given, and a hash of the host that read it. Files in ``<folde
 ``stuck``         steps take for ever, as long as it is there
 ``stuck-<host>``  the same on that host alone
 ``stuck-from``    the same from the step on whose number is in it
+                  (``wants-change`` is made there once the leader asks a rank for a change)
 ``slow-<host>``   examples take three times as long on that host
 ``gate-<host>``   workers of that host stand still before they meet the others of a new generation;
                   each says so by making ``at-gate-<worker>``
@@ -156,6 +157,8 @@ class Probe:
         slow = 3 if (args.folder / f"slow-{HOST}").exists() else 1
         time.sleep(args.step_time + slow * args.example_time * examples)
         while self._is_stuck():
+            if context.current().worker.wants_change:
+                (args.folder / "wants-change").touch()
             time.sleep(POLL_S)
 
     def _is_stuck(self):
