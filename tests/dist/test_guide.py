@@ -89,6 +89,8 @@ def _follow_guide(stage: Stage, folder: Path, environment: dict[str, str]) -> No
         for number, host in enumerate(stage.hosts, 1):
             said = said.replace(host, f"node{number}")
         said = said.replace(str(folder / "home"), "~/.hvd_elastic").replace(f"{folder}/", "")
+        # A process of PyTorch's loader that is ended on a busy machine may leave shared memory.
+        said = re.sub(r", \d+ left behind removed \(.*\)", "", said)
         told.append(f"$ {command}\n{said}")
         record = "\n".join(told)
         assert done.returncode == 0, (

@@ -225,15 +225,15 @@ def faulty(
         done = cluster.run_on(host, ["sh", "-ec", command], stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done.stderr
 
-    # Full disk, low file limit, unresolvable name.
+    # Full disk, low file limit (OpenSSH 8.9 needs more files than MaxStartups), unresolvable name.
     on(second, "mkdir /data/logs; mount -n -t tmpfs -o size=4m full /data/logs")
-    on(second, "prlimit --pid $(cat /run/virtclust/sshd.pid) --nofile=128")
+    on(second, "prlimit --pid $(cat /run/virtclust/sshd.pid) --nofile=256")
     on(second, f"grep -v {third} /etc/hosts > /tmp/hosts; mount -n --bind /tmp/hosts /etc/hosts")
     # Other torch, other code, blocked port.
     give_python(cluster, third, {**VERSIONS, "torch": "2.9.0"})
     (seen_there(cluster, third, code) / "train.py").write_text("print('other')\n")
     address = cluster.address(second)
-    on(third, f"ip rule add ipproto tcp dport 1024-65534 to {address} prohibit")
+    on(third, f"ip rule add ipproto 6 dport 1024-65534 to {address} prohibit")
     # Clock skew, no Horovod, unwritable folder.
     give_python(
         cluster, fourth, VERSIONS, FAST_CLOCK, "import sys; sys.modules['horovod'] = None\n"
@@ -267,7 +267,7 @@ def test_nothing_is_found_on_a_healthy_cluster(cluster: VirtualCluster, healthy:
     ("number", "name", "level", "words"),
     [
         pytest.param(2, "folder /data/logs", "failed", "Make room", id="full disk"),
-        pytest.param(2, "open files", "failed", "128 open files to a process", id="low file limit"),
+        pytest.param(2, "open files", "failed", "256 open files to a process", id="low file limit"),
         pytest.param(
             2, "names", "warning", "does not know host {3} by name", id="unresolvable name"
         ),
