@@ -58,6 +58,18 @@ _ACTIVE = (JobStatus.QUEUED.value, JobStatus.RUNNING.value)
 _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PERM, _NOTADB = (
     *(5, 6, 8, 10, 11, 13, 14, 3, 26),
 )
+_CODES = {
+    "database is locked": _BUSY,
+    "database table is locked": _LOCKED,
+    "attempt to write a readonly database": _READONLY,
+    "disk I/O error": _IOERR,
+    "database disk image is malformed": _CORRUPT,
+    "database or disk is full": _FULL,
+    "unable to open database file": _CANTOPEN,
+    "access permission denied": _PERM,
+    "file is not a database": _NOTADB,
+}
+"""What SQLite says of each, for Python 3.10, whose errors have no code."""
 _COLUMNS = (
     *("number", "run_id", "request", "environment", "status", "reason", "message"),
     *("submitted_at", "queued_at", "started_at", "ended_at"),
@@ -340,7 +352,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        code = getattr(error, "sqlite_errorcode", _CODES.get(str(error), 0)) & 0xFF
         if code in (_FULL, _IOERR):
             why, do = "the disk is full or broken", "free space there; nothing was changed"
         elif code in (_NOTADB, _CORRUPT):

@@ -71,7 +71,8 @@ def make(folder: Path, users: Sequence[str]) -> None:
         _run_as(
             user, f"umask 077; mkdir -p .ssh; {find_tool('ssh-keygen')} -qt ed25519 -N '' -f {KEY}"
         )
-    run_tool(["groupadd", "--users", ",".join(users), folder.name])
+    run_tool(["groupadd", folder.name])
+    run_tool(["gpasswd", "--members", ",".join(users), folder.name])
 
 
 def public_key(user: str) -> str:

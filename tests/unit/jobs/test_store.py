@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.jobs.job import After, Job, JobRequest, JobStatus, StopReason
-from hvd_elastic.jobs.store import VERSION, JobStore, StoreError
+from hvd_elastic.jobs.store import VERSION, JobStore, StoreError, _explained
 from tests.small_disk import mounted
 
 SPEC = {"command": ["python", "train.py"], "cwd": "/"}
@@ -91,6 +91,21 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     path.write_text("not a database, but long enough to be looked at as one" * 30)
     with pytest.raises(StoreError, match=r"queue\.sqlite cannot be used: it is damaged"):
         JobStore.create(path)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ("database or disk is full", "the disk is full or broken"),
+        ("file is not a database", "it is damaged"),
+        ("database table is locked", "another process has locked it"),
+        ("attempt to write a readonly database", "mend the permissions"),
+    ],
+)
+def test_errors_without_a_code_are_explained_too(tmp_path: Path, told: str, words: str) -> None:
+    """As those of Python 3.10 are."""
+    with pytest.raises(StoreError, match=words), _explained(tmp_path):
+        raise sqlite3.OperationalError(told)
 
 
 def test_missing_database_says_how_to_start(tmp_path: Path) -> None:
