@@ -227,7 +227,7 @@ def faulty(
 
     # Full disk, low file limit (OpenSSH 8.9 needs more files than MaxStartups), unresolvable name.
     on(second, "mkdir /data/logs; mount -n -t tmpfs -o size=4m full /data/logs")
-    on(second, "prlimit --pid $(cat /run/virtclust/sshd.pid) --nofile=256")
+    on(second, "prlimit --pid $(cat /run/virtclust/sshd.pid) --nofile=240")
     on(second, f"grep -v {third} /etc/hosts > /tmp/hosts; mount -n --bind /tmp/hosts /etc/hosts")
     # Other torch, other code, blocked port.
     give_python(cluster, third, {**VERSIONS, "torch": "2.9.0"})
@@ -267,7 +267,7 @@ def test_nothing_is_found_on_a_healthy_cluster(cluster: VirtualCluster, healthy:
     ("number", "name", "level", "words"),
     [
         pytest.param(2, "folder /data/logs", "failed", "Make room", id="full disk"),
-        pytest.param(2, "open files", "failed", "256 open files to a process", id="low file limit"),
+        pytest.param(2, "open files", "failed", "240 open files to a process", id="low file limit"),
         pytest.param(
             2, "names", "warning", "does not know host {3} by name", id="unresolvable name"
         ),
