@@ -115,7 +115,7 @@ def test_without_a_gpu_horovod_is_for_cpus_whatever_torch_is_for(monkeypatch, tm
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     torch = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
     monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: torch)
-    monkeypatch.setattr(build_horovod, "installed_build", lambda: None)  # it may be this one here
+    monkeypatch.setattr(horovod_wheel, "installed_build", lambda: None)  # it may be this one here
     assert horovod_wheel.detect_inputs("x").cuda is None
     assert command("--print-name") == 0
     with_cuda = horovod_wheel.detect_inputs("x", with_nccl=True)
