@@ -27,17 +27,16 @@ for program in debootstrap git unshare; do
 done
 # All of Ubuntu is made by one script of debootstrap's, which is there before a release has a name for it.
 case $release in
-    jammy | noble) system=Ubuntu like=jammy components=main,universe keyring=ubuntu-archive-keyring.gpg ;;
-    *) system=Debian like=$release components=main keyring=debian-archive-keyring.gpg ;;
+    jammy | noble) system=Ubuntu like=jammy components=main,universe keys=ubuntu-keyring ;;
+    *) system=Debian like=$release components=main keys=debian-archive-keyring ;;
 esac
-keyring=/usr/share/keyrings/$keyring
+keyring=/usr/share/keyrings/${keys%%-*}-archive-keyring.gpg
 if [ ! -e "/usr/share/debootstrap/scripts/$like" ]; then
     echo "error: debootstrap knows no release $release; newer ones need a newer debootstrap" >&2
     exit 2
 fi
 if [ ! -e "$keyring" ]; then
-    echo "error: there is no $keyring, the keys of $system's packages; Debian 13 and Ubuntu have them in" >&2
-    echo "  debian-archive-keyring and ubuntu-keyring" >&2
+    echo "error: the keys that sign $system's packages are not here ($keyring); Debian 13 and Ubuntu have them: apt-get install -y $keys" >&2
     exit 1
 fi
 mirror=$(apt-get indextargets --format '$(REPO_URI)' "Origin: $system" "Label: $system" 2>/dev/null | sort -u | head -n 1)
@@ -106,7 +105,7 @@ inside '
     gcc --version | head -n 1
     cmake --version | head -n 1
     mpirun --version | head -n 1
-    .venv/bin/pip list 2>/dev/null | grep -iE "^(torch|tensorflow|tensorflow-cpu|keras|numpy|horovod) "
+    .venv/bin/pip list 2>/dev/null | grep -iE "^(torch|tensorflow[-_]cpu|keras|numpy|horovod) "
 ' 2>/dev/null || true
 if [ $status != 0 ]; then
     trap - EXIT
