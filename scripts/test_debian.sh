@@ -25,7 +25,7 @@ for program in debootstrap git unshare; do
         exit 1
     fi
 done
-# All of Ubuntu is made by one script of debootstrap's, which is there before a release has a name for it.
+# debootstrap makes all of Ubuntu by one script, and that of Debian 12 knows no noble.
 case $release in
     jammy | noble) system=Ubuntu like=jammy components=main,universe keys=ubuntu-keyring ;;
     *) system=Debian like=$release components=main keys=debian-archive-keyring ;;
@@ -50,7 +50,7 @@ checkout=$(cd "$(dirname "$0")/.." && pwd)
 root=$(mktemp -d "${TMPDIR:-/var/tmp}/hvd_elastic-$release.XXXXXX")
 chmod 755 "$root"
 log=$root.log
-trap 'rm -rf --one-file-system "$root"' EXIT
+trap 'rm -rf --one-file-system "$root" "$log"' EXIT
 trap 'exit 130' INT TERM
 
 echo "Making $release in $root"
@@ -59,6 +59,7 @@ if ! debootstrap --force-check-gpg --keyring="$keyring" --components="$component
     --include=ca-certificates,git,make,python3 "$release" "$root" "$mirror" "/usr/share/debootstrap/scripts/$like" >"$log" 2>&1; then
     tail -n 5 "$log" >&2
     echo "error: debootstrap failed; the whole log: $log" >&2
+    trap 'rm -rf --one-file-system "$root"' EXIT
     exit 1
 fi
 cp /etc/resolv.conf "$root/etc/resolv.conf"
