@@ -16,6 +16,9 @@ from hvd_elastic.hosts.hostfile import Host
 
 _TIMEOUT_S = 60.0
 """Time limit of a command [s]; a busy slurmctld answers after some seconds."""
+RUNNING = ("RUNNING", "RESIZING", "SIGNALING", "STOPPED")
+"""What ``%T`` of squeue says of a job that runs; the others are its flags, such as that of a signal
+that is on its way to the job."""
 _OPTIONS = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ARRAY_")
 """What the names of variables begin with that are kept."""
@@ -205,7 +208,7 @@ def time_left(job_id: str) -> float:
     except RunError as error:
         printed = str(error)
     state, _, left = printed.partition(" ")
-    if state == "RUNNING":
+    if state in RUNNING:
         return parse_left(left)
     raise RunError(
         f"the Slurm job {job_id} of SLURM_JOB_ID does not run ({printed or 'it has ended'}). "
@@ -219,7 +222,8 @@ def has_ended(job_id: str) -> bool:
         states = call("squeue", "--noheader", f"--jobs={job_id}", "--states=all", "--format=%T")
     except RunError as error:
         return "Invalid job id" in str(error)  # some minutes after its end
-    return not {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED"} & {*states.split()}
+    living = {"PENDING", "CONFIGURING", *RUNNING, "SUSPENDED", "REQUEUED"}
+    return not living & {*states.split()}
 
 
 def slots_of_nodes(environment: Mapping[str, str], gpus: Sequence[int]) -> list[int]:

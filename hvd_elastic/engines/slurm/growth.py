@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hvd_elastic.engines.growth import Grant, Growth, Limits, growing
-from hvd_elastic.engines.slurm.allocation import Allocation, call, gres_of_nodes
+from hvd_elastic.engines.slurm.allocation import RUNNING, Allocation, call, gres_of_nodes
 from hvd_elastic.engines.slurm.batch import Submission, parse_left
 from hvd_elastic.engines.slurm.engine import SlurmEngine
 from hvd_elastic.errors import RunError
@@ -44,7 +44,7 @@ def parse_queue(text: str, script: Path) -> list[Grant]:
     """
     rows = (line.split("|", 5) for line in text.splitlines())
     return [
-        Grant(job_id, state, node, parse_left(left), asked, state == "RUNNING")
+        Grant(job_id, state, node, parse_left(left), asked, state in RUNNING)
         for job_id, state, node, left, asked, command in rows
         if command == str(script)
     ]

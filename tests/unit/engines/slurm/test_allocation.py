@@ -51,10 +51,17 @@ def test_a_job_that_has_ended_is_refused(write: Write, squeue: str, said: str) -
         own_allocation(VARIABLES)
 
 
+def test_a_job_that_is_being_signalled_runs(write: Write) -> None:
+    """As one is of which Slurm announces the end."""
+    write("squeue", "echo SIGNALING 0:58")
+    assert own_allocation(VARIABLES).left_s == 58.0
+
+
 @pytest.mark.parametrize(
     ("squeue", "ended"),
     [
         ("echo RUNNING", False),
+        ("echo SIGNALING", False),
         ("echo COMPLETING", True),
         ("echo TIMEOUT", True),
         ("exit 0", True),
