@@ -146,6 +146,7 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
             return any(path.lstat().st_size > 1_000_000 for path in seen.rglob("*"))
         return False
 
+    there = ""
     for _ in range(10):
         process = bed.start("install")
         until(lambda: arrives() or process.poll() is not None, "the first file")  # noqa: B023
