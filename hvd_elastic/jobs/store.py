@@ -108,7 +108,7 @@ class JobStore:
         with _explained(path), contextlib.ExitStack() as opened:
             # The environment of a job may hold secrets, so nobody else may read the file.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            connection = _connect(path)
             opened.callback(connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
@@ -134,7 +134,7 @@ class JobStore:
             )
         with _explained(path), contextlib.ExitStack() as opened:
             # Not mode=ro: readers of a WAL write to its index.
-            connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            connection = _connect(path)
             opened.callback(connection.close)
             connection.execute("PRAGMA query_only = ON")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -344,6 +344,11 @@ def _check_version(path: Path, version: int) -> None:
             f"the queue {path} was written by {which} hvd_elastic (format {version}, this one "
             f"knows {VERSION}). Use that one, or start another cluster with --name."
         )
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # One that is not closed is by the garbage collection, in any thread.
+    return sqlite3.connect(path, isolation_level=None, timeout=5.0, check_same_thread=False)
 
 
 @contextlib.contextmanager

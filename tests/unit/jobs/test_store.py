@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +109,19 @@ def test_errors_without_a_code_are_explained_too(tmp_path: Path, told: str, word
     """As those of Python 3.10 are."""
     with pytest.raises(StoreError, match=words), _explained(tmp_path):
         raise sqlite3.OperationalError(told)
+
+
+def test_a_reader_that_is_not_closed_ends_in_any_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    JobStore.create(tmp_path / "queue.sqlite").close()
+    readers = [JobStore.read_only(tmp_path / "queue.sqlite")]
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    thread = threading.Thread(target=readers.clear)
+    thread.start()
+    thread.join()
+    assert not errors
 
 
 def test_missing_database_says_how_to_start(tmp_path: Path) -> None:
