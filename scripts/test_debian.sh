@@ -27,10 +27,15 @@ for program in debootstrap git unshare; do
 done
 # debootstrap makes all of Ubuntu by one script, and that of Debian 12 knows no noble.
 case $release in
-    jammy | noble) system=Ubuntu like=jammy components=main,universe keys=ubuntu-keyring ;;
-    *) system=Debian like=$release components=main keys=debian-archive-keyring ;;
+    jammy | noble)
+        system=Ubuntu like=jammy components=main,universe keys=ubuntu-keyring
+        keyring=/usr/share/keyrings/ubuntu-archive-keyring.gpg usual=http://archive.ubuntu.com/ubuntu
+        ;;
+    *)
+        system=Debian like=$release components=main keys=debian-archive-keyring
+        keyring=/usr/share/keyrings/debian-archive-keyring.gpg usual=http://deb.debian.org/debian
+        ;;
 esac
-keyring=/usr/share/keyrings/${keys%%-*}-archive-keyring.gpg
 if [ ! -e "/usr/share/debootstrap/scripts/$like" ]; then
     echo "error: debootstrap knows no release $release; newer ones need a newer debootstrap" >&2
     exit 2
@@ -40,12 +45,6 @@ if [ ! -e "$keyring" ]; then
     exit 1
 fi
 mirror=$(apt-get indextargets --format '$(REPO_URI)' "Origin: $system" "Label: $system" 2>/dev/null | sort -u | head -n 1)
-if [ -z "$mirror" ]; then
-    case $system in
-        Ubuntu) mirror=http://archive.ubuntu.com/ubuntu ;;
-        Debian) mirror=http://deb.debian.org/debian ;;
-    esac
-fi
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 root=$(mktemp -d "${TMPDIR:-/var/tmp}/hvd_elastic-$release.XXXXXX")
 chmod 755 "$root"
@@ -56,7 +55,7 @@ trap 'exit 130' INT TERM
 echo "Making $release in $root"
 # what a user has before reading the README; make installs the rest
 if ! debootstrap --force-check-gpg --keyring="$keyring" --components="$components" --variant=minbase \
-    --include=ca-certificates,git,make,python3 "$release" "$root" "$mirror" "/usr/share/debootstrap/scripts/$like" >"$log" 2>&1; then
+    --include=ca-certificates,git,make,python3 "$release" "$root" "${mirror:-$usual}" "/usr/share/debootstrap/scripts/$like" >"$log" 2>&1; then
     tail -n 5 "$log" >&2
     echo "error: debootstrap failed; the whole log: $log" >&2
     trap 'rm -rf --one-file-system "$root"' EXIT

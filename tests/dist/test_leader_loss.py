@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,25 @@ def test_the_next_leader_has_another_hostfile(stage: Stage, job: RunningJob) -> 
     assert job.worker(a) == kept
 
 
+def on_another_machine(
+    stage: Stage, job: RunningJob, hostfile: Path, then: str = ""
+) -> dict[str, Any]:
+    """Arguments of ``subprocess`` functions that resume a job where none of its runs is seen.
+
+    Args:
+        then: shell text that follows.
+    """
+    run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
+    run += ["--hostfile", str(hostfile), "--ssh-config", str(stage.cluster.ssh_config)]
+    hidden = f'mount -t tmpfs none {job.home}/runs && "$@"{then}'
+    return {
+        "args": ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
+        "env": job.environment(),
+        "cwd": job.folder,
+        "stdin": subprocess.DEVNULL,
+    }
+
+
 @EVERY_STYLE
 @pytest.mark.root
 def test_another_machine_does_not_lead_a_run_that_is_led(
@@ -154,23 +174,12 @@ def test_another_machine_does_not_lead_a_run_that_is_led(
     place = place_of(stage, style)
     workers = job.workers()
     other = job.folder / "other-hosts"
-    run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
-    run += ["--hostfile", str(other), "--ssh-config", str(stage.cluster.ssh_config)]
-    # Of this machine's runs, the other one sees none.
-    hidden = f'mount -t tmpfs none {job.home}/runs && "$@"; code=$?; ls {job.home}/runs; exit $code'
+    resume = on_another_machine(stage, job, other, f"; code=$?; ls {job.home}/runs; exit $code")
     leads = {f"{c}\n{a}\n": f"host {a} is led", f"{c}\n": f"checkpoints in {place} are kept"}
     for hosts, how in leads.items():
         other.write_text(hosts)
         while True:
-            done = subprocess.run(
-                ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
-                env=job.environment(),
-                cwd=job.folder,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-            )
+            done = subprocess.run(**resume, capture_output=True, text=True, timeout=DEADLINE_S)
             if "could not be asked" not in done.stderr:
                 break  # else the machine is busy
         assert done.returncode == 1, done.stdout + done.stderr
@@ -229,22 +238,12 @@ def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
     os.kill(job.process.pid, signal.SIGSTOP)
     try:
         time.sleep(SOON_S)  # until then it may come back
-        run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
-        run += ["--hostfile", str(job.hostfile), "--ssh-config", str(stage.cluster.ssh_config)]
-        # Of this machine's runs, the other one sees none.
-        hidden = f'mount -t tmpfs none {job.home}/runs && "$@"'
+        resume = on_another_machine(stage, job, job.hostfile)
         seen = (job.folder / "second").read_text
 
-        def begin_second() -> subprocess.Popen[bytes]:
+        def begin_second() -> subprocess.Popen[Any]:
             with (job.folder / "second").open("wb") as output:
-                second = subprocess.Popen(
-                    ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
-                    env=job.environment(),
-                    cwd=job.folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+                second = subprocess.Popen(**resume, stdout=output, stderr=subprocess.STDOUT)
             job.wait_for(
                 lambda: "took over the run" in seen() or second.poll() is not None, "it takes over"
             )
