@@ -103,7 +103,12 @@ class Bodies:
     def is_on(self, host: str) -> bool:
         """Return whether a machine runs, that is, has not shut itself down."""
         first = self._first.get(host)
-        return first is not None and first.is_running() and first.status() != psutil.STATUS_ZOMBIE
+        if first is None:
+            return False
+        try:
+            return first.is_running() and first.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
     def end(self, host: str) -> None:
         """Switch a machine off, as when its power fails; the host is free then."""

@@ -201,6 +201,11 @@ class Cloud:
                 if each.ended is None and tags.items() <= each.tags.items()
             ]
 
+    def ending(self) -> list[Instance]:
+        """Return the instances that shut down: they cost nothing, but their hosts still run."""
+        with self._lock:
+            return [each for each in self.instances if each.ended is not None and not each.is_gone]
+
     def add_key(self, name: str, public_key: str) -> None:
         """Import a key pair."""
         self.backend.import_key_pair(name, public_key.encode(), {})

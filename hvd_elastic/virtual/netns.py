@@ -222,10 +222,13 @@ class Namespaces:
             if silent:
                 self.set_link(host, "cut")
             with contextlib.ExitStack() as stack:
-                # Keep the network until the kernel has closed the connections.
-                network = stack.enter_context(Path(f"/proc/{first.pid}/ns/net").open("rb"))
+                # Keep the network until the kernel has closed the connections. A host that is
+                # ending by itself has left it, while its PID 1 waits for its last processes.
+                network = None
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    network = stack.enter_context(Path(f"/proc/{first.pid}/ns/net").open("rb"))
                 self._end_host(host.name)
-                if not silent:
+                if network is not None and not silent:
                     _let_connections_end(network.fileno())
         self._end_host(host.name)
         with contextlib.suppress(VirtualClusterError):

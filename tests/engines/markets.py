@@ -100,6 +100,9 @@ class Market:
         """End a machine as somebody does in the console of the cloud."""
         raise NotImplementedError
 
+    def wait_ended(self) -> None:
+        """Wait until what shuts down is off; it costs nothing, but its host still runs."""
+
     def end_all(self) -> None:
         """End all machines, and forget all clouds, for the next test."""
         shutil.rmtree(self.home / "clouds", ignore_errors=True)
@@ -132,6 +135,12 @@ class Ec2(Market):
 
     def end_by_hand(self, host: str) -> None:
         self.cloud.end_by_hand(next(each for each in self.cloud.live() if each.host == host))
+
+    def wait_ended(self) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while ending := [each.id for each in self.cloud.ending()]:
+            assert time.monotonic() < deadline, ending
+            time.sleep(0.1)
 
     def end_all(self) -> None:
         super().end_all()

@@ -177,6 +177,7 @@ def test_a_machine_that_was_ended_by_hand_is_replaced_by_up_and_no_error_for_dow
     market.call(*up(market, "lab", "--instances", "2"))
     market.end_by_hand(min(market.hosts_on()))
     market.call(*up(market, "lab", "--instances", "2"))
+    market.wait_ended()
     assert len(market.hosts_on()) == 2
     market.end_by_hand(min(market.hosts_on()))
     market.call("down", "lab")

@@ -575,6 +575,29 @@ def signal_sshd(cluster: VirtualCluster, host: str, number: int) -> None:
 
 
 @pytest.mark.root
+def test_a_host_that_dies_by_itself_and_hangs_in_it_is_crashed_and_booted(
+    spaces: VirtualCluster,
+) -> None:
+    host = spaces.hosts[0]
+    process = spaces.popen_on(host, ["sleep", "600"], stdin=subprocess.DEVNULL)
+
+    def sleeping() -> set[int]:
+        return {pid for pid in spaces.pids(host) if command_of(pid).startswith("sleep")}
+
+    until(sleeping, "the sleep")
+    (first,) = {pid for pid in spaces.pids(host, system=True) if netns._pid_chain(pid)[-1:] == [1]}
+    os.kill(process.pid, signal.SIGSTOP)  # so nobody reaps the sleep, for which PID 1 waits
+    os.kill(first, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{first}/ns/net").exists(), "its end begins")
+    assert spaces.pids(host, system=True), "it hangs"
+    spaces.crash(host)
+    assert process.wait(timeout=LIMIT_S) == -signal.SIGKILL
+    assert spaces.pids(host, system=True) == set()
+    spaces.boot(host)
+    assert answer(spaces, host, "echo again") == "again"
+
+
+@pytest.mark.root
 def test_a_silent_crash_tells_nobody(spaces: VirtualCluster) -> None:
     host = spaces.hosts[0]
     with connect(spaces, host) as connection:
