@@ -459,6 +459,7 @@ class Agent:
         self._spool.keep_run(caller.hello.run)
         pipes = os.fdopen(caller.input, "rb"), os.fdopen(caller.output, "wb")
         await self._link.open(*pipes, unread=caller.rest)
+        self._log.changed_leader()
         # The hello lists the spool.
         untold = [each for each in self._log.unacknowledged() if not _is_of_saved_file(each)]
         self._introduce(swept=0, held=self._log.snapshot(len(untold)))

@@ -122,6 +122,7 @@ class UnacknowledgedLog:
         self._last = 0
         self._generation = 0
         self._members: tuple[Member, ...] = ()
+        self._dataset: msg.Dataset | None = None
 
     # -- what the leader asked for ---------------------------------------------------------
 
@@ -189,6 +190,11 @@ class UnacknowledgedLog:
 
     # -- for the next leader ---------------------------------------------------------------
 
+    def changed_leader(self) -> None:
+        """Tell the size of the dataset again: the records of another machine begin without it."""
+        if self._dataset is not None:
+            self.number(msg.PastReading(self._dataset))
+
     def snapshot(self, untold: int) -> msg.HeldRun:
         """Return the last leader's knowledge of this host's workers and of the generation.
 
@@ -218,6 +224,8 @@ class UnacknowledgedLog:
         match message:
             case msg.WorkerEnded(worker=name) | msg.WorkerNotStarted(worker=name):
                 self._workers.pop(name, None)
+            case msg.WorkerSaid(message=msg.Dataset() as dataset):
+                self._dataset = dataset
             case msg.WorkerSaid(worker=name, message=said) if name in self._workers:
                 known = self._workers[name]
                 match said:

@@ -427,6 +427,10 @@ class RunningJob:
                 }
                 assert ranks == set(range(event["size"])), f"{event}: {ranks} were compared"
 
+    def audit(self, *, finished: bool = False) -> AuditResult:
+        """What the records of the leader say now."""
+        return check_audit(read_records(self._run_folder / "audit.jsonl"), finished=finished)
+
     def check_audit(self, *, finished: bool = False, all_recorded: bool = True) -> AuditResult:
         """Every example exactly once in each epoch.
 
@@ -434,7 +438,7 @@ class RunningJob:
             finished: whether the last epoch is complete.
             all_recorded: whether no record may have died with who had it.
         """
-        result = check_audit(read_records(self._run_folder / "audit.jsonl"), finished=finished)
+        result = self.audit(finished=finished)
         right = result.ok if all_recorded else result.recorded and not result.faulty
         assert right, "\n".join([*result.problems(), self.story()])
         return result

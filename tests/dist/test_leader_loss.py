@@ -376,8 +376,9 @@ def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
     job.resume_elsewhere(alive=True)
     job.wait_event("taken_over", since, size=2)
     assert job.workers() == workers
+    job.wait_for(lambda: job.audit().recorded, "the records begin")
     since = job.mark()
     job.worker(b).kill()
-    job.wait_event("rescale_finished", since)
-    job.wait_size(2, since)
+    gone = job.wait_event("worker_left", since, host=b)
+    job.wait_size(2, job.events.index(gone))
     job.finish(all_recorded=False)

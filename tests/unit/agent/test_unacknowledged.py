@@ -140,3 +140,14 @@ def test_what_was_read_outlives_the_agent() -> None:
     said(ledger, used(1))
     ledger.number(msg.PastReading(used(0)))
     assert ledger.unacknowledged_readings() == [used(1), used(0)]
+
+
+def test_the_next_leader_is_told_of_the_dataset_again() -> None:
+    ledger = trained()
+    ledger.changed_leader()
+    assert ledger.unacknowledged() == [], "there is none yet"
+    ledger.acknowledged(said(ledger, msg.Dataset(n=90, dropped=0)))
+    for _ in range(2):
+        ledger.changed_leader()
+        assert ledger.unacknowledged_readings() == [msg.Dataset(n=90, dropped=0)]
+        ledger.acknowledged(ledger.unacknowledged()[-1].seq)
