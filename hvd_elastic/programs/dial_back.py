@@ -45,6 +45,8 @@ FOLDER_VARIABLE = "HVD_ELASTIC_HOST_FOLDER"
 CONTROL_PATIENCE_S = 10.0
 """Time after which the other end of a control connection counts as gone [s]."""
 _REDIAL_S = 1.0
+_OPEN_S = 30.0
+"""How long the connection of a command is tried for [s]; its leader waits a little longer."""
 _END_S = 15.0
 """How long commands get to end by themselves [s]: an agent ends its workers first."""
 _TERM_S = 10.0
@@ -191,8 +193,9 @@ class HostProcess:
     def _attend(self, number: str, popen: subprocess.Popen[bytes]) -> None:
         """Connect a command to the leader, until both have ended."""
         try:
-            stream = self._call({"command": number}, CONTROL_PATIENCE_S)
-        except (_RefusedError, OSError):
+            stream = self._open(number)
+        except (_RefusedError, OSError) as error:
+            print(f"the connection of a command cannot be opened: {error}", file=sys.stderr)
             for pipe in (popen.stdin, popen.stdout, popen.stderr):
                 assert pipe is not None, "started with three pipes"
                 pipe.close()
@@ -211,6 +214,17 @@ class HostProcess:
         for pump in pumps:
             pump.join()
         stream.cut()  # the thread that passes the input closes it
+
+    def _open(self, number: str) -> SecureStream:
+        """Return the connection of a command; what fails on a busy network is tried again."""
+        deadline = time.monotonic() + _OPEN_S
+        while True:
+            try:
+                return self._call({"command": number}, CONTROL_PATIENCE_S)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_REDIAL_S)
 
     # -- ends ----------------------------------------------------------------------------------
 

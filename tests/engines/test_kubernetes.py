@@ -22,6 +22,7 @@ from tests.dist.running import Stage
 from tests.dist.test_saved import SCRIPT, check_bytes
 from tests.engines.submitted_pods import IMAGE, SubmittedPods
 from tests.paths import ALL, COSTLY, LIMIT_S
+from tests.waiting import until
 
 _MEMORY = 2 << 30
 BARE_IMAGE = "registry.example/bare:1"
@@ -258,6 +259,9 @@ def test_a_quota_and_a_right_that_is_missing_are_told_and_the_others_train(stage
     quota["spec"] = {"hard": {"pods": "3"}}
     nodes.control.kubectl("create", "-f", "-", input=json.dumps(quota))
     try:
+        # It binds once a controller has seen it.
+        seen = ("get", "quota", "small", "-o", "jsonpath={.status.hard.pods}")
+        until(lambda: nodes.control.kubectl(*seen), "the quota binds")
         with SubmittedPods(nodes, stage, "--pods", "1-4") as job:
             job.wait_size(2)
             told = "the quota of the namespace default is used up"

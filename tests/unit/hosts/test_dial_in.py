@@ -142,6 +142,22 @@ def test_end_of_the_leader_ends_the_host_process(leader, connection, process):
     process.wait()
 
 
+def test_the_connection_of_a_command_is_tried_again(
+    connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[socket.socket] = []
+
+    def first_breaks(plain: socket.socket, *given: Any, **options: Any) -> SecureStream:
+        if not broken:
+            broken.append(plain)
+            raise ConnectionResetError("on a busy network")
+        return SecureStream(plain, *given, **options)
+
+    monkeypatch.setattr(dial_in, "SecureStream", first_breaks)
+    assert connection.run("echo there").text == "there"
+    assert broken
+
+
 def test_a_command_whose_connection_breaks_at_once_has_failed(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
