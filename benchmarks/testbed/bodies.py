@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import psutil
-
+from hvd_elastic.programs.processes import Process, is_alive, read_process
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.processes import plain_environment
 from hvd_elastic.virtual.sshfiles import HOST_KEY, make_keys
@@ -36,7 +35,7 @@ class Bodies:
     def __init__(self, cluster: VirtualCluster) -> None:
         self.cluster = cluster
         self.fault = ""
-        self._first: dict[str, psutil.Process] = {}
+        self._first: dict[str, Process] = {}
         """First process of each machine's host."""
         self._started: list[subprocess.Popen[str]] = []
         for host in cluster.hosts:
@@ -58,7 +57,9 @@ class Bodies:
         make_keys([folder / HOST_KEY])
         (folder / "authorized_keys").write_text("".join(f"{key.strip()}\n" for key in public_keys))
         self.cluster.boot(host)
-        self._first[host] = psutil.Process(min(self.cluster.pids(host, system=True)))
+        first = read_process(min(self.cluster.pids(host, system=True)))
+        assert first is not None, f"{host} has ended as it booted"
+        self._first[host] = first
         # What a script does to ~/.ssh of the machine must not reach that of this machine.
         prepare = (
             f"ip address add {METADATA}/32 dev lo; [ ! -d ~/.ssh ] || mount -t tmpfs none ~/.ssh"
@@ -103,12 +104,7 @@ class Bodies:
     def is_on(self, host: str) -> bool:
         """Return whether a machine runs, that is, has not shut itself down."""
         first = self._first.get(host)
-        if first is None:
-            return False
-        try:
-            return first.is_running() and first.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return first is not None and is_alive(first)
 
     def end(self, host: str) -> None:
         """Switch a machine off, as when its power fails; the host is free then."""

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.testbed.cloud import Cloud
 from hvd_elastic.virtual import VirtualCluster
 from tests.paths import LIMIT_S, ROOT
+from tests.waiting import until
 
 __all__ = ["Ec2", "Market", "Rack"]
 
@@ -137,10 +138,7 @@ class Ec2(Market):
         self.cloud.end_by_hand(next(each for each in self.cloud.live() if each.host == host))
 
     def wait_ended(self) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while ending := [each.id for each in self.cloud.ending()]:
-            assert time.monotonic() < deadline, ending
-            time.sleep(0.1)
+        until(lambda: not self.cloud.ending(), "the end of what shuts down")
 
     def end_all(self) -> None:
         super().end_all()

@@ -585,10 +585,14 @@ def test_a_host_that_dies_by_itself_and_hangs_in_it_is_crashed_and_booted(
         return {pid for pid in spaces.pids(host) if command_of(pid).startswith("sleep")}
 
     until(sleeping, "the sleep")
-    (first,) = {pid for pid in spaces.pids(host, system=True) if netns._pid_chain(pid)[-1:] == [1]}
     os.kill(process.pid, signal.SIGSTOP)  # so nobody reaps the sleep, for which PID 1 waits
-    os.kill(first, signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{first}/ns/net").exists(), "its end begins")
+    spaces.kill(host, 1, signal.SIGKILL)
+
+    def networks() -> list[int]:
+        pids = spaces.pids(host, system=True)
+        return [pid for pid in pids if Path(f"/proc/{pid}/ns/net").exists()]
+
+    until(lambda: not networks(), "its end begins")
     assert spaces.pids(host, system=True), "it hangs"
     spaces.crash(host)
     assert process.wait(timeout=LIMIT_S) == -signal.SIGKILL
