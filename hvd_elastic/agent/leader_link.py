@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
+from hvd_elastic.run_events import BatchPlan, Shares
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode
 
@@ -110,6 +111,7 @@ async def read_line(reader: asyncio.StreamReader, sender: str) -> bytes:
 _MAX_LOG_BYTES = 32 << 20
 MOST_ON_THE_WAY = 4 << 20
 """Output of workers that a leader may have to take yet before they wait for it [bytes]."""
+_LASTING = (msg.Dataset, BatchPlan, Shares)
 
 
 class UnacknowledgedLog:
@@ -122,7 +124,8 @@ class UnacknowledgedLog:
         self._last = 0
         self._generation = 0
         self._members: tuple[Member, ...] = ()
-        self._dataset: msg.Dataset | None = None
+        self._lasting: dict[type, msg.WorkerSaid] = {}
+        """What workers tell once and what holds until they tell it again, by kind."""
 
     # -- what the leader asked for ---------------------------------------------------------
 
@@ -160,6 +163,8 @@ class UnacknowledgedLog:
         """Number a message and keep it until it is acknowledged; return it."""
         self._last += 1
         message.seq = self._last
+        if isinstance(message, msg.WorkerSaid) and isinstance(message.message, _LASTING):
+            self._lasting[type(message.message)] = message
         if isinstance(message, msg.Log):
             if self._log_bytes + len(message.data) > _MAX_LOG_BYTES:
                 return message  # output of workers is the least important message to keep
@@ -191,9 +196,13 @@ class UnacknowledgedLog:
     # -- for the next leader ---------------------------------------------------------------
 
     def changed_leader(self) -> None:
-        """Tell the size of the dataset again: the records of another machine begin without it."""
-        if self._dataset is not None:
-            self.number(msg.PastReading(self._dataset))
+        """Tell again what is told once: the records of another machine begin without it."""
+        rank_0 = self._members[0].worker if self._members else ""
+        for said in list(self._lasting.values()):
+            if isinstance(said.message, msg.Dataset):
+                self.number(msg.PastReading(said.message))
+            elif said.worker == rank_0:  # else a rank of another host has told it since
+                self.number(msg.WorkerSaid(said.worker, said.message))
 
     def snapshot(self, untold: int) -> msg.HeldRun:
         """Return the last leader's knowledge of this host's workers and of the generation.
@@ -224,8 +233,6 @@ class UnacknowledgedLog:
         match message:
             case msg.WorkerEnded(worker=name) | msg.WorkerNotStarted(worker=name):
                 self._workers.pop(name, None)
-            case msg.WorkerSaid(message=msg.Dataset() as dataset):
-                self._dataset = dataset
             case msg.WorkerSaid(worker=name, message=said) if name in self._workers:
                 known = self._workers[name]
                 match said:

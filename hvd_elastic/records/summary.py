@@ -588,9 +588,9 @@ def _decide(
             run.input = reason
             return reason if bound != "nothing" else ""
         case ev.Shares(shares=shares):
-            text = shares_words(event)
+            text, before = shares_words(event), run.shares
             run.shares = text if shares else ""
-            return text
+            return text if run.shares != before or not shares else ""  # told again to a new leader
         case ev.BatchPlan():
             text = batch_words(event, run.batch_plan)
             run.batch_plan = event

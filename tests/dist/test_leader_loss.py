@@ -366,7 +366,7 @@ def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
 ) -> None:
     """With its disk: of the run folder nothing is left, of the run all that trains."""
     a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1})
+    job = start_job({a: 1, b: 1}, script_options=("--max-batch-size", "12"))
     job.wait_size(2)
     job.wait_steps(5)
     workers = job.workers()
@@ -376,6 +376,7 @@ def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
     job.resume_elsewhere(alive=True)
     job.wait_event("taken_over", since, size=2)
     assert job.workers() == workers
+    job.wait_event("batch_plan", since)  # without it --policy goodput knows no limits
     job.wait_for(lambda: job.audit().recorded, "the records begin")
     since = job.mark()
     job.worker(b).kill()

@@ -172,6 +172,8 @@ class ReviewedPlanner(Planner):
         self._next_review = 0
         self._generation = -1
         """Generation of the last review; -1: this process has had none."""
+        self._reports = False
+        """Whether this process is the rank that reports the plan to the leader."""
 
     def step_begins(self, passes: int, waited_s: float) -> None:
         self.times.step_begins(waited_s, passes)
@@ -221,7 +223,8 @@ class ReviewedPlanner(Planner):
         self.times.clear_steps()
         if self._planned != before:
             self.times.forget()
-        first, self._generation = self._generation < 0, worker.generation
+        self._generation = worker.generation
+        first, self._reports = worker.rank == 0 and not self._reports, worker.rank == 0
         if worker.rank == 0:
             self._announce(worker, before[0], why_plan, first=first)
             if self.parts != before[1]:
@@ -254,7 +257,11 @@ class ReviewedPlanner(Planner):
         return steps_to_review(self.times.all_step_s(), self._decision_s)
 
     def _announce(self, worker: Worker, before: Any, why: str, *, first: bool) -> None:
-        """Report the plan to the leader if it differs from ``before``."""
+        """Report the plan to the leader if it differs from ``before``.
+
+        Args:
+            first: whether this process has reported none yet, so that it does it in any case.
+        """
 
     def _typical_step_s(self) -> float:
         """Return the median time of whole steps [s]; 0: none was timed."""

@@ -8,7 +8,7 @@ from hvd_elastic.agent.leader_link import UnacknowledgedLog
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Position
-from hvd_elastic.run_events import Metrics
+from hvd_elastic.run_events import BatchLimits, BatchPlan, Metrics, Shares
 from hvd_elastic.wire import messages as msg
 
 READY = msg.Ready(warm_s=1.0)
@@ -140,6 +140,26 @@ def test_what_was_read_outlives_the_agent() -> None:
     said(ledger, used(1))
     ledger.number(msg.PastReading(used(0)))
     assert ledger.unacknowledged_readings() == [used(1), used(0)]
+
+
+def test_the_next_leader_is_told_again_what_rank_0_planned() -> None:
+    limits = BatchLimits(64, 512, 1, None, 3)
+    first = BatchPlan(0, 64, 32, 0, None, limits, "the initial batch size")
+    grown = BatchPlan(9, 128, 32, 1, None, limits, "noise")
+    shares = Shares(9, 128, [96, 32], "rank 1 is slow")
+    ledger = trained()
+    ledger.acknowledged(said(ledger, first))
+    ledger.acknowledged(said(ledger, shares))
+    said(ledger, grown)  # not acted upon yet, so the last word stays the last
+    for _ in range(2):
+        ledger.changed_leader()
+        again = [each for each in ledger.unacknowledged() if isinstance(each, msg.WorkerSaid)]
+        assert [each.message for each in again][-2:] == [grown, shares]
+        ledger.acknowledged(ledger.unacknowledged()[-1].seq)
+    moved = Announce(2, (Member("other", "b", 0, 0, 0, 1, 0, 1),), None, restore=False, reason="")
+    ledger.announced(moved, [])
+    ledger.changed_leader()
+    assert ledger.unacknowledged() == [], "rank 0 is on another host, and has told it there"
 
 
 def test_the_next_leader_is_told_of_the_dataset_again() -> None:

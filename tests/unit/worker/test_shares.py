@@ -237,15 +237,15 @@ def test_reviews_follow_the_ranks_and_say_so(
     assert {*sizes[:10]} == {20}
     assert 30 in sizes
     assert sizes[-1] == 20
-    told = told_shares(tmp_path)
-    assert [event["shares"] for event in told] == [[30, 10], []]
-    assert told[0]["reason"].startswith("rank 1 takes 60 s for 20 examples and rank 0 20 s for 20")
-    assert "equally fast" in told[1]["reason"]
+    slow, even = told(tmp_path)
+    assert (slow["shares"], even["shares"]) == ([30, 10], [])
+    assert slow["reason"].startswith("rank 1 takes 60 s for 20 examples and rank 0 20 s for 20")
+    assert "equally fast" in even["reason"]
 
 
-def told_shares(folder: Path) -> list[dict[str, Any]]:
+def told(folder: Path, kind: str = "shares") -> list[dict[str, Any]]:
     lines = (folder / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == "shares"]
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
 def test_passes_of_unequal_shares_keep_to_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +294,9 @@ def test_shares_of_another_batch_are_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     for _ in range(2):
         planner.want_review()
         planner.review_if_due(made.worker)
-    (told,) = told_shares(tmp_path)
-    assert (told["shares"], told["global_batch_size"]) == ([60, 20], 80)
-    assert told["reason"] == "more is better"
+    (event,) = told(tmp_path)
+    assert (event["shares"], event["global_batch_size"]) == ([60, 20], 80)
+    assert event["reason"] == "more is better"
 
 
 def test_another_world_begins_with_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +313,27 @@ def test_another_world_begins_with_equal_shares(monkeypatch: pytest.MonkeyPatch)
     made.worker.generation += 1
     planner.review_if_due(made.worker)
     assert not planner.parts
+
+
+def test_another_rank_0_tells_the_leader_what_is_planned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The host of the first one may be lost, and a leader that has no records asks the others."""
+    engine = SlowOther(1.0)
+    made = process(monkeypatch, engine)
+    made.worker.sink = FileSink(tmp_path)
+    model = network()
+    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    planner = hvd.DataLoader(data(), BATCH, max_batch_size=2 * BATCH).planner
+    assert isinstance(planner, AdaptivePlanner)
+    engine.planner = planner
+    own_plan = planner.state_dict()
+    monkeypatch.setattr(engine, "broadcast_bytes", lambda *_: json.dumps(own_plan).encode())
+    for rank, plans in ((1, 0), (0, 1), (0, 1), (1, 1), (0, 2)):
+        engine.rank = RingRank(rank)
+        planner.review_if_due(made.worker)
+        made.worker.generation += 1
+        assert (len(told(tmp_path, "batch_plan")) if plans else 0) == plans, rank
 
 
 def test_equal_shares_are_kept_where_the_script_wants_them(
