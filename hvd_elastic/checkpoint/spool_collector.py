@@ -29,7 +29,8 @@ _PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
 """Pauses before a parcel is tried again after 1, 2, … failures in a row [s]. The first is short,
 because a connection may be back soon; a disk stays full for longer, and each try costs traffic."""
 _LAST_TRIES_S = 10.0
-"""How long the end of a run keeps trying to fetch a parcel that fails [s]."""
+"""How long the end of a run keeps trying to fetch a parcel that fails [s]. Where the first
+try took longer, as on a host whose connection is silent, there is a second one."""
 _SILENCE_S = 90.0
 """How long the end of a run waits for a transfer without any data [s]; longer than the limit after
 which a transfer fails by itself."""
@@ -229,7 +230,8 @@ class Collector(ABC, Generic[Entry, Stored]):
         if self.busy:
             until = max(self._received_at, ended_at) + _SILENCE_S
         awaited = [p for p in self._parcels() if p is self._fetching or self._is_there(p)]
-        if now >= until or not awaited:
+        failed_once = not self.busy and any(p.retry.failures == 1 for p in awaited)
+        if not awaited or (now >= until and not failed_once):
             return False
         if now >= max(ended_at + _SILENT_S, self._told_at + _TOLD_EVERY_S):
             self._told_at = now

@@ -289,6 +289,25 @@ def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None
     assert run.warnings[1:] == ["host node1: no checkpoint was written: /spool is full"]
 
 
+def test_the_end_tries_once_more_what_failed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the first try took."""
+    monkeypatch.setattr(spool_collector, "_PAUSES_S", (3600.0,))
+    run = Run(tmp_path)
+    run.hosts["node1"].reachable = False
+    run.written(10, 0, 1)
+    run.settle()
+    long_ago = time.monotonic() - 3600
+    assert run.collector.is_awaited(long_ago)
+    (missed,) = run.collector._known.values()
+    missed.retry.at = 0.0
+    run.collector.fetch_due()
+    run.settle()
+    assert missed.retry.failures == 2
+    assert not run.collector.is_awaited(long_ago)
+
+
 def test_a_checkpoint_that_could_not_be_fetched_is_tried_again_while_its_hosts_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

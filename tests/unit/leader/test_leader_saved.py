@@ -134,6 +134,7 @@ def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spool_collector, "_LAST_TRIES_S", 0.0)
+    monkeypatch.setattr(spool_collector, "_PAUSES_S", (0.0,))
     run.agent.why_not = "no such file"
     run.agent.gate.set()
     run.leader._executor.execute(DONE)
@@ -182,6 +183,7 @@ def test_spools_are_emptied_by_the_status_that_is_reported(
     run.agent.why_not = "no such file"
     run.agent.gate.set()
     monkeypatch.setattr(spool_collector, "_LAST_TRIES_S", 0.0)
+    monkeypatch.setattr(spool_collector, "_PAUSES_S", (0.0,))
     assert leader.run().status == "failed"
     assert told == [False]
 
