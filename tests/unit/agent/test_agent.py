@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,6 +43,7 @@ from hvd_elastic.programs.peers import connect_own
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
 from tests import other_user
+from tests.other_user import open_folder as open_folder
 from tests.paths import COSTLY, LIMIT_S
 from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
@@ -214,11 +214,11 @@ StartAgent = Callable[..., Agent]
 def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
     agents: list[Agent] = []
 
-    def start(program: str = WORKER, **hello: Any) -> Agent:
+    def start(program: str = WORKER, *, folder: Path = tmp_path, **hello: Any) -> Agent:
         # Without site-packages, which the link needs, an interpreter starts sooner.
         site = [] if "hvd_elastic" in program else ["-S"]
         own = {"command": [sys.executable, *site, "-c", program]}
-        agents.append(Agent(tmp_path, **{**own, **hello}))
+        agents.append(Agent(folder, **{**own, **hello}))
         return agents[-1]
 
     yield start
@@ -991,20 +991,16 @@ def test_another_user_who_holds_the_name_of_an_agent_neither_gets_nor_hinders_an
 
 @other_user.needs_root
 def test_a_folder_that_another_user_has_made_for_the_run_is_refused(
-    start_agent: StartAgent, tmp_path: Path
+    start_agent: StartAgent, open_folder: Path, tmp_path: Path
 ) -> None:
     """Though an agent of theirs listens in it."""
     run_id = f"unit-{secrets.token_hex(4)}"
-    (tmp_path / "spool" / run_id / "node1").mkdir(parents=True)
-    for folder in (tmp_path / "spool").rglob("*"):
+    spool = open_folder / "spool" / run_id / "node1"
+    spool.mkdir(parents=True)
+    for folder in (spool, spool.parent):
         os.chown(folder, other_user.UID, other_user.UID)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder == Path(tempfile.gettempdir()):
-            break
-        folder.chmod(0o755)
-    spool = tmp_path / "spool" / run_id / "node1"
     with other_user.Holder(str(spool / "agent")), (tmp_path / "stderr").open("wb") as stderr:
-        agent = start_agent(run_id=run_id, stderr=stderr)
+        agent = start_agent(folder=open_folder, run_id=run_id, stderr=stderr)
         assert agent.process.wait(TIMEOUT_S) == os.EX_NOPERM
     told = (tmp_path / "stderr").read_text()
     assert f"{spool} belongs to {other_user.WORDS}" in told

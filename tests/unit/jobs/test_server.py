@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from hvd_elastic.jobs.job import Answer, Cancel, Down, Hosts, Request
 from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile, open_cluster
 from hvd_elastic.jobs.server import RequestServer, ask_daemon
 from tests import other_user
+from tests.other_user import open_folder as open_folder
 from tests.paths import LIMIT_S
 
 
@@ -33,9 +33,9 @@ def handle(request: Request, user: int) -> Answer:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFolder:
+def place(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFolder:
     # Longer than the address of a unix socket may be.
-    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / ("long" * 30)))
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(open_folder / ("long" * 30)))
     return ClusterFolder.create("test")
 
 
@@ -198,15 +198,18 @@ def test_words_that_are_not_utf8_are_refused(place: ClusterFolder) -> None:
         ask_daemon(place, Cancel([1], "caf\udce9"))
 
 
+def open_to_all(place: ClusterFolder, open_folder: Path) -> None:
+    for folder in (place.path, *place.path.parents):
+        if open_folder in folder.parents:
+            folder.chmod(0o755)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("opened", [False, True], ids=["as made", "folder and socket opened"])
-def test_another_user_is_refused(place: ClusterFolder, opened: bool) -> None:
+def test_another_user_is_refused(place: ClusterFolder, open_folder: Path, opened: bool) -> None:
     if opened:  # as by a careless chmod: the daemon still asks the kernel who it is
-        temporary = Path(tempfile.gettempdir())
-        for folder in (place.path, *place.path.parents):
-            if temporary in folder.parents:
-                folder.chmod(0o755)
+        open_to_all(place, open_folder)
         (place.path / "daemon.sock").chmod(0o666)
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -235,12 +238,11 @@ def test_another_user_is_refused(place: ClusterFolder, opened: bool) -> None:
 
 
 @other_user.needs_root
-def test_a_daemon_of_another_user_is_sent_nothing(place: ClusterFolder, tmp_path: Path) -> None:
+def test_a_daemon_of_another_user_is_sent_nothing(place: ClusterFolder, open_folder: Path) -> None:
     """As in a folder that they have made in place of this user's."""
+    open_to_all(place, open_folder)
     os.chown(place.path, other_user.UID, other_user.UID)
-    for folder in (place.path.parent, *list(place.path.parents)[1:5]):
-        folder.chmod(0o755)
-    short = tmp_path / "short"
+    short = open_folder / "short"
     short.symlink_to(place.path)
     with other_user.Holder(str(short / "daemon.sock")) as holder:
         with pytest.raises(RunError, match="daemon of cluster test belongs to another user"):
