@@ -97,6 +97,8 @@ def test_shares_are_those_of_the_present_world() -> None:
         {"t": 3.0, "kind": "shares", "shares": [24, 8], "global_batch_size": 32, "reason": "slow"},
     ]
     assert summarized(events).shares == "the ranks have 24, 8 of 32 examples: slow"
+    again = summarized([*events, events[-1]])
+    assert [each.kind for each in again.decisions] == ["shares"], "told again to a new leader"
     another = {"t": 4.0, "kind": "rescale_started", "generation": 2, "from_size": 2, "to_size": 3}
     assert summarized([*events, another]).shares == ""
     assert summarized([*events, {"t": 4.0, "kind": "run_started"}]).shares == ""

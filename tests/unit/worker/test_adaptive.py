@@ -446,7 +446,10 @@ def test_the_only_rank_tells_its_passes(alone: Context) -> None:
 
 
 class Others(LocalCommunicator):
-    """Three other ranks whose part of an average is as large as ours."""
+    """Three other ranks that do what this one does.
+
+    Each measures its part of the mean gradient, and all parts have to be as large as ours.
+    """
 
     size = 4
 
@@ -458,7 +461,11 @@ def test_four_ranks_with_equal_gradients_have_no_noise(alone: Context) -> None:
     alone.worker.communicator = Others()
     model = torch.nn.Linear(20, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
-    loader: Loader = hvd.DataLoader(regression(400), 40, max_batch_size=40)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    inputs, targets = regression(400, width=1).tensors
+    data = TensorDataset(inputs.expand(400, 20), targets)  # so all weights have one gradient
+    loader: Loader = hvd.DataLoader(data, 40, max_batch_size=40)
     steps(loader, optimizer, model, 2)
     assert isinstance(loader.planner, AdaptivePlanner)
     assert loader.planner.metrics()["noise_scale"] == pytest.approx(0.0, abs=1e-3)
