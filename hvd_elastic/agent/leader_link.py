@@ -112,6 +112,7 @@ _MAX_LOG_BYTES = 32 << 20
 MOST_ON_THE_WAY = 4 << 20
 """Output of workers that a leader may have to take yet before they wait for it [bytes]."""
 _LASTING = (msg.Dataset, BatchPlan, Shares)
+"""Kinds of messages that workers send once; each holds until the next one of its kind."""
 
 
 class UnacknowledgedLog:
@@ -125,7 +126,7 @@ class UnacknowledgedLog:
         self._generation = 0
         self._members: tuple[Member, ...] = ()
         self._lasting: dict[type, msg.WorkerSaid] = {}
-        """What workers tell once and what holds until they tell it again, by kind."""
+        """Last message of each kind of ``_LASTING``."""
 
     # -- what the leader asked for ---------------------------------------------------------
 

@@ -8,6 +8,7 @@ again, after pauses that grow.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -226,12 +227,13 @@ class Collector(ABC, Generic[Entry, Stored]):
             ended_at: when training ended [monotonic s].
         """
         now = time.monotonic()
+        awaited = [p for p in self._parcels() if p is self._fetching or self._is_there(p)]
         until = ended_at + _LAST_TRIES_S
         if self.busy:
             until = max(self._received_at, ended_at) + _SILENCE_S
-        awaited = [p for p in self._parcels() if p is self._fetching or self._is_there(p)]
-        failed_once = not self.busy and any(p.retry.failures == 1 for p in awaited)
-        if not awaited or (now >= until and not failed_once):
+        elif any(p.retry.failures == 1 for p in awaited):
+            until = math.inf  # the second try is due soon
+        if now >= until or not awaited:
             return False
         if now >= max(ended_at + _SILENT_S, self._told_at + _TOLD_EVERY_S):
             self._told_at = now

@@ -590,7 +590,7 @@ def _decide(
         case ev.Shares(shares=shares):
             text, before = shares_words(event), run.shares
             run.shares = text if shares else ""
-            return text if run.shares != before or not shares else ""  # told again to a new leader
+            return text if text != before else ""  # a new leader is told them again
         case ev.BatchPlan():
             text = batch_words(event, run.batch_plan)
             run.batch_plan = event

@@ -173,7 +173,7 @@ class ReviewedPlanner(Planner):
         self._generation = -1
         """Generation of the last review; -1: this process has had none."""
         self._reports = False
-        """Whether this process is the rank that reports the plan to the leader."""
+        """Whether this process was rank 0, which reports the plan, at its last review."""
 
     def step_begins(self, passes: int, waited_s: float) -> None:
         self.times.step_begins(waited_s, passes)
@@ -224,8 +224,8 @@ class ReviewedPlanner(Planner):
         if self._planned != before:
             self.times.forget()
         self._generation = worker.generation
-        first, self._reports = worker.rank == 0 and not self._reports, worker.rank == 0
-        if worker.rank == 0:
+        first, self._reports = not self._reports, worker.rank == 0
+        if self._reports:
             self._announce(worker, before[0], why_plan, first=first)
             if self.parts != before[1]:
                 worker.sink.send(
@@ -260,7 +260,7 @@ class ReviewedPlanner(Planner):
         """Report the plan to the leader if it differs from ``before``.
 
         Args:
-            first: whether this process has reported none yet, so that it does it in any case.
+            first: whether this process has just become rank 0; it reports the plan in any case.
         """
 
     def _typical_step_s(self) -> float:

@@ -195,7 +195,7 @@ def test_a_home_that_this_user_may_not_look_into_is_an_error(
 ) -> None:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
     assert nearest_existing(tmp_path / "home" / "runs") == tmp_path
-    load_command(words[0])  # nobody may not look into the folder that Python lies in
+    load_command(words[0])  # the user nobody may not enter the folder of Python
 
     def act() -> None:
         assert nearest_existing(tmp_path / "home" / "runs") in tmp_path.parents

@@ -198,10 +198,11 @@ def test_words_that_are_not_utf8_are_refused(place: ClusterFolder) -> None:
         ask_daemon(place, Cancel([1], "caf\udce9"))
 
 
-def open_to_all(place: ClusterFolder, open_folder: Path) -> None:
-    for folder in (place.path, *place.path.parents):
-        if open_folder in folder.parents:
-            folder.chmod(0o755)
+def open_to_all(folder: Path, above: Path) -> None:
+    """Let all users enter a folder and those between it and ``above``."""
+    for each in (folder, *folder.parents):
+        if above in each.parents:
+            each.chmod(0o755)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -209,7 +210,7 @@ def open_to_all(place: ClusterFolder, open_folder: Path) -> None:
 @pytest.mark.parametrize("opened", [False, True], ids=["as made", "folder and socket opened"])
 def test_another_user_is_refused(place: ClusterFolder, open_folder: Path, opened: bool) -> None:
     if opened:  # as by a careless chmod: the daemon still asks the kernel who it is
-        open_to_all(place, open_folder)
+        open_to_all(place.path, open_folder)
         (place.path / "daemon.sock").chmod(0o666)
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -240,7 +241,7 @@ def test_another_user_is_refused(place: ClusterFolder, open_folder: Path, opened
 @other_user.needs_root
 def test_a_daemon_of_another_user_is_sent_nothing(place: ClusterFolder, open_folder: Path) -> None:
     """As in a folder that they have made in place of this user's."""
-    open_to_all(place, open_folder)
+    open_to_all(place.path.parent, open_folder)
     os.chown(place.path, other_user.UID, other_user.UID)
     short = open_folder / "short"
     short.symlink_to(place.path)
