@@ -63,6 +63,16 @@ def feed(tracker: NoiseTracker, rng: np.random.Generator, steps: int, size: int,
         tracker.add_norms([local], [total], size, 2)
 
 
+def test_its_first_steps_count_by_their_batches() -> None:
+    tracker = NoiseTracker(1, initial_batch_size=8, population=None)
+    squared_norm, variance = np.zeros(2)
+    for size, total in ((8, 3.0), (64, 4.0)):
+        tracker.add_norms([5.0], [total], size, 2)
+        found = squared_norm_and_variance(5.0, total, size, 2)
+        squared_norm, variance = squared_norm + size * found[0], variance + size * found[1]
+    assert tracker.noise_scale() == pytest.approx(variance / squared_norm)
+
+
 @pytest.mark.parametrize("size", [8, 64])
 def test_the_tracker_finds_the_noise_scale_at_any_batch_size(size: int) -> None:
     tracker = NoiseTracker(1, initial_batch_size=size, population=None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from hvd_elastic.worker import input_times
 from hvd_elastic.worker.input_times import InputTimes
 from tests.waiting import Clock
 
@@ -40,6 +43,30 @@ def test_the_time_in_the_loader_is_the_wait() -> None:
     assert found is not None
     assert (found.loop_s, found.wait_s, found.cpu_s, found.examples) == (8.0, 6.0, 4.0, 16)
     assert (found.starved_s, found.delay_s) == (8.0, 1.0)
+
+
+def test_the_waits_of_the_processes_of_a_loader_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays = {1: 2.0, 2: 0.5}
+    monkeypatch.setattr(input_times, "run_delay_s", delays.__getitem__)
+    times = InputTimes(Clock())
+    times.processes, times.pids = 2, lambda: tuple(delays)
+    times.read_begins()
+    times.read_ends(8)
+    times.body_ends()
+
+    def delay_s() -> float:
+        found = times.reading()
+        assert found is not None
+        return found.delay_s
+
+    assert delay_s() == 2.5
+    delays[1] = 3.0
+    assert delay_s() == 3.5
+    del delays[2]  # ended
+    delays[3] = 0.25
+    assert delay_s() == 3.75
 
 
 def test_a_step_whose_batch_was_ahead_is_not_starved() -> None:
