@@ -114,6 +114,26 @@ def test_what_is_constant_shows_whatever_the_ranks_speed(
         assert found == pytest.approx(constant, abs=1 + 0.4 * min(constant, most))
 
 
+@given(
+    hosts=st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(1, 4)), min_size=1, max_size=6),
+    part=st.floats(0.0, 0.9),
+    least=st.floats(0.0, 1.0),
+)
+def test_ranks_that_take_too_long_get_the_smallest_share(
+    hosts: list[tuple[float, int]], part: float, least: float
+) -> None:
+    def examples(end: float) -> float:
+        return sum(n * max(least, (end / s - part) / (1 - part)) for s, n in hosts)
+
+    slowness, ranks = zip(*hosts, strict=True)
+    low, high = 0.0, max(slowness)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if examples(middle) < sum(ranks) else (low, middle)
+    expected = max(high, max(slowness) * (part + (1 - part) * least))
+    assert float(balanced_slowness(slowness, ranks, part, least)) == pytest.approx(expected)
+
+
 def test_slowness_of_equal_and_of_balanced_shares() -> None:
     assert effective_slowness([0.1, 0.1, 0.4], [8, 8, 8]) == pytest.approx(4.0)
     shares = balanced_shares(2700, [4.0, 4.0, 1.0])
