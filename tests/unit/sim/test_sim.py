@@ -181,7 +181,9 @@ def test_best_static_is_at_least_every_choice_that_is_tried():
                 step_s = float(WORK.model().step_s(hosts, ranks, size / ranks, 0))
                 goodput = size / step_s * (500 + 64) / (500 + size)
                 assert goodput <= best.goodput * 1.01
-    assert best_static(TRACE).goodput == pytest.approx(best.goodput, rel=0.01)
+    static = best_static(TRACE)
+    assert static.goodput == pytest.approx(best.goodput, rel=0.01)
+    assert (static.slots, static.batch) == (best.slots, best.batch)
 
 
 def test_a_trace_is_read(tmp_path):
