@@ -65,7 +65,7 @@ def feed(tracker: NoiseTracker, rng: np.random.Generator, steps: int, size: int,
 
 def test_its_first_steps_count_by_their_batches() -> None:
     tracker = NoiseTracker(1, initial_batch_size=8, population=None)
-    squared_norm, variance = np.zeros(2)
+    squared_norm = variance = np.zeros(())
     for size, total in ((8, 3.0), (64, 4.0)):
         tracker.add_norms([5.0], [total], size, 2)
         found = squared_norm_and_variance(5.0, total, size, 2)
