@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_elastic.model.step_time import Observation, fit_step_time
+from hvd_elastic.model.step_time import Observation, _Configurations, _means, _times, fit_step_time
 
 
 def true_time(
@@ -55,6 +55,16 @@ def test_parameters_are_recovered() -> None:
     assert model.beta_c == pytest.approx(0.001, rel=0.05)
     assert model.alpha_n == pytest.approx(0.05, rel=0.1)
     assert model.gamma == pytest.approx(2.0, rel=0.2)
+
+
+@given(logs=st.lists(st.floats(-4, 4), min_size=7, max_size=7).map(np.array))
+def test_the_fit_knows_the_slopes_of_its_times(logs: np.ndarray) -> None:
+    at = _Configurations.of(*np.transpose(SEEN + NEW), 1.3)
+    times, slopes = _times(logs, at)
+    assert times == pytest.approx(_means(logs, at))
+    for off, slope in zip(1e-5 * np.eye(7), slopes.T, strict=True):
+        further, nearer = _means(logs + off, at), _means(logs - off, at)
+        assert slope == pytest.approx(np.log(further / nearer) / 2e-5, abs=1e-6)
 
 
 def test_one_batch_size_is_split_equally_and_its_uncertainty_said() -> None:
