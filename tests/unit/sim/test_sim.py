@@ -167,6 +167,13 @@ def test_adaptdl_stays_small_where_slots_bring_little():
     assert result.samples[-1].slots <= 4, "one host"
 
 
+def test_the_noise_scale_goes_from_its_first_to_its_last_value():
+    work = dataclasses.replace(WORK, noise_scale=(100.0, 10_000.0), examples=1000.0)
+    assert [work.noise_at(done) for done in (0, 500, 1000, 1500)] == pytest.approx(
+        [100.0, 1000.0, 10_000.0, 10_000.0]
+    )
+
+
 def test_a_budget_is_never_exceeded():
     result = simulate(TRACE, ScalingConfig(objective=Objective("cost", budget=2.0)))
     assert max(sample.rate for sample in result.samples) <= 2.0

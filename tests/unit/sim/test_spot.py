@@ -17,6 +17,7 @@ from hvd_elastic.sim.spot import (
     generate_trace,
     read_traces,
     simulate_spot,
+    windows,
 )
 
 JOB = SpotJob(machines=4, work_h=6.0, deadline_h=9.0, start_s=360.0)
@@ -79,6 +80,14 @@ def test_a_trace_that_is_too_short_is_late():
     found = outcome("elastic", trace([4] * 10))
     assert found.finished_h is None
     assert found.late
+
+
+def test_a_long_trace_is_one_for_each_eighth_hour():
+    found = windows(trace([hour for hour in range(30) for _ in range(10)]), 12.0)
+    assert [part.pools[0].counts[::10] for part in found] == [
+        tuple(range(first, first + 12)) for first in (0, 8, 16)
+    ]
+    assert {len(part.pools[0].prices) for part in found} == {120}
 
 
 def test_generated_availability_has_the_published_figures():
