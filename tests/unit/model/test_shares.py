@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.shares import (
     ShareBalance,
     TimedTwice,
@@ -269,6 +270,23 @@ def test_a_first_change_shows_what_is_constant_and_the_second_lets_all_end_toget
     assert 1 <= len(changes) <= 2
     own_s = ranks.own_s()
     assert max(own_s) == pytest.approx(min(own_s), rel=0.12 if len(changes) == 1 else 0.03)
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_larger_passes_wait_less_for_a_slow_rank(extra: int) -> None:
+    """Relative to the steps that were timed."""
+    ranks = Ranks([1.0, 1.0, 3.0], constant_s=2.0)
+    ranks.batch = 300
+    for _ in range(40):
+        ranks.reviewed()
+    balance, timed = ranks.balance, BatchPlan(300, extra)
+    passes = np.array([100.0, 400.0]) / (extra + 1)
+    same, larger = balance.slowness_of(passes, np.full(2, extra), timed)
+    assert same == pytest.approx(1.0)
+    part = balance.constant / (balance.constant + np.array([100.0, 400.0]))
+    expected = balanced_slowness([1.0, 1.0, 3.0], [1, 1, 1], part)
+    assert larger == pytest.approx(expected[1] / expected[0], rel=0.05)
+    assert larger < 0.9
 
 
 @pytest.mark.parametrize(("slowness", "block"), [([1.0, 1.5], 32), ([1.0, 2.0], 16)])

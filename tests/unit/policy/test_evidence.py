@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.evidence import CoreSharing, Evidence
 from tests.unit.records.made_events import noted
 
 
@@ -295,3 +295,14 @@ def test_a_change_of_shares_begins_another_measurement():
         note(20.0, 240, nonsense)
     note(22.0, 280, [24, 8])
     assert evidence.measured == before + 2
+
+
+def test_machines_of_any_size_are_compared_by_their_ranks_per_core():
+    cores = CoreSharing()
+    cores.add_host("small", "one", 2)
+    cores.add_host("large", "other", 8)
+    cores.note_timed([("small", 4), ("large", 8)])
+    assert not cores.why_unknown([("large", 16)])
+    assert cores.why_unknown([("small", 3), ("large", 17)]) == (
+        "17 ranks would share 8 cores of one machine, and at most 4 ranks on 2 cores were timed"
+    )
