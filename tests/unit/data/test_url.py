@@ -21,6 +21,7 @@ import pytest
 from benchmarks.testbed.file_server import CUT, FileServer
 from hvd_elastic.data import ShardDataset, load_index, remote
 from hvd_elastic.data.cache import ShardCache
+from hvd_elastic.data.files import write_pieces
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
@@ -179,6 +180,25 @@ def test_a_shard_is_checked_and_a_broken_connection_tried_again(
         dataset[5]
     assert kept(tmp_path / "cache") == {"s-00.tar"}
     assert not [*(tmp_path / "cache").glob(".*.part")]
+
+
+def test_a_file_that_is_shorter_at_the_second_attempt_has_no_end_of_the_first(
+    server: FileServer, tmp_path: Path
+) -> None:
+    there, here = server.folder / "a", tmp_path / "a"
+    there.write_bytes(b"x" * 1000)
+    server.faults = {"a": [CUT]}
+
+    def take(pieces: Iterator[bytes]) -> None:
+        try:
+            write_pieces(file, pieces)
+        finally:
+            there.write_bytes(b"y" * 100)
+
+    with here.open("xb") as file:
+        RemoteFolder(server.url).receive("a", take)
+    assert server.requests["a"] == 2
+    assert here.read_bytes() == b"y" * 100
 
 
 @pytest.mark.parametrize(

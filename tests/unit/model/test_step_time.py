@@ -67,6 +67,14 @@ def test_the_fit_knows_the_slopes_of_its_times(logs: np.ndarray) -> None:
         assert slope == pytest.approx(np.log(further / nearer) / 2e-5, abs=1e-6)
 
 
+def test_small_errors_of_the_parameters_are_those_of_the_times() -> None:
+    model = replace(fit_step_time(observed(0, 0.01)), covariance=1e-6 * np.eye(7))
+    where = np.transpose(NEW)
+    _, slopes = _times(model._logs(), _Configurations.of(*where, 1.0))
+    off = 1e-3 * np.linalg.norm(slopes, axis=1)
+    assert model.predict(*where).uncertainty == pytest.approx(off, rel=0.01)
+
+
 def test_one_batch_size_is_split_equally_and_its_uncertainty_said() -> None:
     model = fit_step_time([Observation(1, 1, 32, 0, 0.1)] * 5)
     assert model.alpha_c == pytest.approx(0.05, rel=0.1)
