@@ -15,11 +15,24 @@ RESULTS=benchmarks/results
 
 collect() {
     mkdir -p "$WHEELS"
-    # What pyproject.toml and the build of Horovod need: 62 MiB, half of which is CMake.
-    python3 -m pip download --dest "$WHEELS" --python-version "$1" --only-binary :all: \
-        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
-        cryptography fabric msgspec "numpy<3" paramiko platformdirs psutil rich typer \
-        packaging cffi cloudpickle pyyaml "setuptools>=77" wheel cmake
+    # What hvd_elastic and the build of Horovod need: 62 MiB, half of which is CMake.
+    python3 - "$WHEELS" <<'END'
+import sys
+import tomllib
+from pathlib import Path
+
+sys.path.insert(0, ".")
+from hvd_elastic.install.prerequisites import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
+
+folder = Path(sys.argv[1])
+project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+(folder / "dependencies.txt").write_text("\n".join(project["dependencies"]), encoding="utf-8")
+pip_arguments((*RUN_REQUIREMENTS, *BUILD_REQUIREMENTS), folder)  # writes requirements.txt
+END
+    set -- --dest "$WHEELS" --python-version "$1" --only-binary :all: \
+        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
+    python3 -m pip download "$@" --requirement "$WHEELS/dependencies.txt" cmake
+    python3 -m pip download "$@" --no-deps --requirement "$WHEELS/requirements.txt"
     python3 -m pip download --dest "$WHEELS" --no-deps --no-binary horovod horovod==0.28.1
     du -sh "$WHEELS"
 }
@@ -44,7 +57,8 @@ install() {
     PIP_NO_INDEX=1 PIP_FIND_LINKS=$WHEELS
     XDG_CACHE_HOME=$PWD/$ENVIRONMENT/cache # the kept wheel stays out of the user's folder
     export PATH PIP_NO_INDEX PIP_FIND_LINKS XDG_CACHE_HOME
-    step 150 python -m pip install --quiet "setuptools>=77" wheel cmake
+    step 150 python -m pip install --quiet --no-deps --requirement "$WHEELS/requirements.txt"
+    step 150 python -m pip install --quiet cmake
     step 150 python -m pip install --quiet --no-build-isolation --editable .
     step 300 hvd-elastic build-horovod --without-tensorflow
     hvd-elastic doctor || true
