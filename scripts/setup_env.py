@@ -19,7 +19,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from hvd_elastic.config import home, nearest_existing  # noqa: E402
-from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
+from hvd_elastic.errors import BuildError, HvdElasticError, UsageError  # noqa: E402
 from hvd_elastic.install.prerequisites import (  # noqa: E402
     BROWSERS,
     BUILD_REQUIREMENTS,
@@ -38,6 +37,7 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
     Prerequisite,
     Purpose,
     apt_command,
+    build_folder,
     check_build_space,
     find_program,
     has_apt,
@@ -185,6 +185,26 @@ def check_folders() -> None:
             raise BuildError(f"{folder} cannot be written; name another folder in {variable}")
 
 
+def check_extras(extras: str) -> None:
+    """Check that there are such extras, separated by commas; pip only warns of others.
+
+    Raises:
+        UsageError: names the wrong ones, and all that there are.
+    """
+    known = _extras()
+    if wrong := [name for name in map(str.strip, extras.split(",")) if name and name not in known]:
+        raise UsageError(
+            f"EXTRAS={extras}: there is no extra {', '.join(wrong)}; there are: {', '.join(known)}"
+        )
+
+
+def _extras() -> dict[str, str]:
+    """Return the first requirement of each extra of pyproject.toml; Python 3.10 reads no TOML."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    return dict(re.findall(r'^(\w+) = \[\s*"([^"]+)"', table, re.MULTILINE))
+
+
 def ensure_venv(venv: Path, log: Path) -> Path:
     """Return the environment's interpreter.
 
@@ -256,8 +276,10 @@ def install_packages(
     run_quietly([*pip, *base], label="Installing pip and setuptools", log=log)
     wanted = [name.strip() for name in extras.split(",")]
     asked = {name: wish for name, wish in frameworks.items() if name in wanted and wish}
-    for wish in asked.values():
-        run_quietly([*pip, wish], label=f"Installing {wish}", log=log)
+    for name, wish in asked.items():
+        # TensorFlow has several names; its extra is for one of them.
+        bounds = [_extras()[name]] if name == "torch" else []
+        run_quietly([*pip, *bounds, wish], label=f"Installing {wish}", log=log)
     constraints = venv / "constraints.txt"
     pins = "".join(f"{pin}\n" for pin in _installed_frameworks(python))
     constraints.write_text(pins, encoding="utf-8")
@@ -312,9 +334,10 @@ def main(argv: list[str] | None = None) -> int:
         with lock_held(venv / ".lock", lambda: _say_waiting(venv)):
             log.unlink(missing_ok=True)
             check_folders()
+            check_extras(arguments.extras)
             builds = arguments.horovod and may_build()
             if builds:
-                check_build_space(Path(tempfile.gettempdir()))
+                check_build_space(build_folder())
             ensure_system_packages(log, wanted, builds)
             python = ensure_venv(venv, log)
             frameworks = {"torch": arguments.torch, "tensorflow": arguments.tensorflow}

@@ -61,6 +61,7 @@ from hvd_elastic.install.prerequisites import (
     SYSTEM_FOLDERS,
     Purpose,
     apt_command,
+    build_folder,
     check_build_space,
     has_apt,
     missing,
@@ -72,8 +73,8 @@ from hvd_elastic.records.process_lock import lock_held
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 
-# Memory for each compiler, with a margin.
-MEMORY_PER_JOB_BYTES = 1_600_000_000
+# Memory for each compiler: the largest one that was seen, with PyTorch 2.13 and gcc 12.
+MEMORY_PER_JOB_BYTES = 2_400_000_000
 
 # `-m pip` would run a pip.py of the working folder.
 _RUN_PIP = f"{FROM_NO_WORKING_FOLDER}import runpy; runpy.run_module('pip', None, '__main__', True)"
@@ -210,7 +211,7 @@ def nccl_variables(work: Path) -> dict[str, str]:
 def parallel_jobs(cores: int, memory_bytes: int) -> int:
     """Return the number of compilers to run at the same time: one per core, if memory allows.
 
-    >>> parallel_jobs(cores=16, memory_bytes=4_000_000_000)
+    >>> parallel_jobs(cores=16, memory_bytes=6_000_000_000)
     2
     """
     return max(1, min(cores, memory_bytes // MEMORY_PER_JOB_BYTES))
@@ -443,7 +444,7 @@ def _build_and_install(inputs: BuildInputs, log: Path, jobs: int | None) -> str:
     It stays if it cannot be installed, as on a full disk, but not if it is of no use.
     """
     began = time.monotonic()
-    temporary = Path(tempfile.gettempdir())
+    temporary = build_folder()
     check_machine(inputs, temporary)
     if jobs is None:
         jobs = parallel_jobs(usable_cores(), usable_memory().available)

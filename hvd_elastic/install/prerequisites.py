@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -199,6 +200,19 @@ def pip_arguments(names: Iterable[str], folder: Path) -> list[str]:
 
 def _requirements() -> list[re.Match[str]]:
     return list(_REQUIREMENT.finditer(_PINNED.read_text(encoding="utf-8")))
+
+
+def build_folder() -> Path:
+    """Return the folder for temporary files, in which Horovod is built.
+
+    Raises:
+        BuildError: that of TMPDIR cannot be written. Python would take another one, and the
+            compilers would not.
+    """
+    folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise BuildError(f"{folder} cannot be written; name another folder in TMPDIR")
+    return folder
 
 
 def check_build_space(folder: Path) -> None:

@@ -159,8 +159,12 @@ class TrainingProgress:
     stopped: str = ""
 
     def passed(self, progress: Position) -> None:
-        """Note where training is while it continues."""
-        self.reached, self.is_exact = progress, False
+        """Note where training is while it continues.
+
+        Metrics that a script reports after its last step say nothing of a further one.
+        """
+        if progress != self.reached:
+            self.reached, self.is_exact = progress, False
 
     def ended_at(self, progress: Position | None) -> None:
         """Note where a worker has ended its part, unless another one was further."""

@@ -52,6 +52,7 @@ def test_frameworks_among_the_extras_are_installed_as_asked_for_and_pinned(
     setup_env.install_packages(Path("python"), tmp_path, FRAMEWORKS, extras, tmp_path / "log")
     assert "--require-hashes" in commands[0]
     assert [words[-1] for words in commands[1:-1]] == installed
+    assert all("torch>=2.10,<2.15" in words for words in commands if "torch==2.13.0" in words)
     assert commands[-1][-1] == f"{SCRIPT.parents[1]}{rest}"
     assert (tmp_path / "constraints.txt").read_text() == "torch==2.13.0+cpu\n"
     assert str(tmp_path / "constraints.txt") in commands[-1]
@@ -70,6 +71,34 @@ def test_folders_that_cannot_be_written_are_named_before_anything_is_installed(
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(BuildError, match=r"cache cannot be written.* in XDG_CACHE_HOME"):
         setup_env.check_folders()
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        (
+            {"TMPDIR": "/no/such"},
+            "error: /no/such cannot be written; name another folder in TMPDIR",
+        ),
+        ({}, "error: EXTRAS=torhc, dev: there is no extra torhc; there are: torch, tensorflow,"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_anything_is_installed(
+    setup_env: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    variable: dict[str, str],
+    words: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    extras = "torch,dev" if variable else "torhc, dev"
+    venv = tmp_path / "venv"
+    assert setup_env.main(["--venv", str(venv), "--horovod", "--extras", extras]) != 0
+    assert words in capsys.readouterr().err
+    assert not (venv / "bin").exists()
 
 
 def test_a_full_disk_is_named_before_anything_is_installed(

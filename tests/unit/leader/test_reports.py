@@ -12,6 +12,7 @@ from hvd_elastic.control.events import HostDraining, ScriptFailed, WorkerExited
 from hvd_elastic.control.progress import Position
 from hvd_elastic.leader.led_run import TrainingProgress
 from hvd_elastic.leader.reports import Reports
+from hvd_elastic.run_events import Metrics
 from hvd_elastic.wire import messages as msg
 
 
@@ -68,6 +69,20 @@ def test_a_checkpoint_of_a_worker_that_waits_is_where_training_has_ended(trains:
     reports.take_of_worker("a:0.1", said)
     assert run.progress.reached.step == 90
     assert run.progress.is_exact is not trains
+
+
+def test_what_a_script_reports_at_its_end_leaves_the_number_of_steps_exact() -> None:
+    run = Mock(progress=TrainingProgress())
+    reports = Reports(run, Mock(), Mock(), Mock(), Mock())
+    last = Metrics(step=90, epoch=4, position=0, examples=900, size=1)
+    reports.take_of_worker("a:0.1", last)
+    assert not run.progress.is_exact
+    reports.take_of_worker("a:0.1", msg.Finished(progress=Position(90, 4, 0, 900)))
+    reports.take_of_worker("a:0.1", last)
+    assert run.progress.is_exact
+    further = Metrics(step=91, epoch=4, position=10, examples=910, size=1)
+    reports.take_of_worker("a:0.1", further)
+    assert not run.progress.is_exact
 
 
 def test_a_worker_that_cannot_be_started_has_ended() -> None:
